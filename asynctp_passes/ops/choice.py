@@ -91,7 +91,8 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
         choice = cuda.explain(call, world_size)
     except RuntimeError:
         return implementation(device)
-    then = ", then all-gather" if op.endswith("all_reduce") and choice.implementation != "sequential" else ""
+    halves = op.endswith("all_reduce") and choice.implementation in ("fused", "decomposed")
+    then = ", then all-gather" if halves else ""
     return f"{choice.implementation}{then} ({choice.source})"
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from asynctp_passes import compat
 from asynctp_passes.ops.arguments import group_and_size, normalize_dim
@@ -87,12 +89,21 @@ def reduce_scatter(
     return (shard / group_size).to(shard.dtype) if divide else shard
 
 
-def all_reduce(partial: Tensor, reduce_op: str, group_name: Any, mover: Mover | None = None) -> Tensor:
-    """The ranks' sum or average, on every rank; gloo's average, and a mover, as in `reduce_scatter`."""
+def all_reduce(
+    partial: Tensor, reduce_op: str, group_name: Any, mover: Mover | None = None, *, in_place: bool = False
+) -> Tensor:
+    """The ranks' sum or average, on every rank; gloo's average, and a mover, as in `reduce_scatter`.
+
+    in_place: `partial` is the caller's own and may become the result, which saves a copy.
+    """
     if mover is not None and (total := mover.all_reduce(partial.contiguous(), reduce_op)) is not None:
         return total
     divide = reduce_op == "avg" and partial.device.type == "cpu"
-    c10d = torch.ops._c10d_functional
-    op = "sum" if divide else reduce_op
-    total = c10d.wait_tensor(c10d.all_reduce(partial, op, compat.group_name_of(group_name)))
-    return total / group_and_size(group_name)[1] if divide else total  # type: ignore[no-any-return]
+    if in_place:
+        op = ReduceOp.AVG if reduce_op == "avg" and not divide else ReduceOp.SUM
+        total = partial.contiguous()
+        torch.distributed.all_reduce(total, op, group=compat.process_group(group_name))
+    else:
+        c10d, name = torch.ops._c10d_functional, "sum" if divide else reduce_op
+        total = c10d.wait_tensor(c10d.all_reduce(partial, name, compat.group_name_of(group_name)))
+    return total / group_and_size(group_name)[1] if divide else total

@@ -78,7 +78,7 @@ def run(call: Call, mover: Mover | None = None) -> Any:
         return _gather_then_multiply(call, mover)
     total = _sum(call)
     if call.scatter_dim is None:
-        return all_reduce(total, call.reduce_op, call.group_name, mover)
+        return all_reduce(total, call.reduce_op, call.group_name, mover, in_place=True)
     assert call.group_size is not None, "the op that scatters is told"
     return reduce_scatter(total, call.reduce_op, call.scatter_dim, call.group_size, call.group_name, mover)
 

@@ -1,4 +1,4 @@
-"""Side by side on this machine: cuBLAS alone, cuBLAS + NCCL, PyTorch's in-tree fused ops, and ours.
+"""Side by side on this machine: cuBLAS alone, cuBLAS + NCCL, PyTorch's ops over symmetric memory, and ours.
 
 Started by `asynctp bench` with one process a GPU. What is measured are calls of the fused ops: those of the built-in
 shapes, or of a program's reports. Before a variant is timed, its results are compared with fp32 on fresh random data,
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
 import itertools
 import json
 import math
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynctp_kernels import cuda
+from asynctp_kernels.compat import symmetric_empty, symmetric_rendezvous
 from asynctp_kernels.cuda.choose import select, tables
 from torch import Tensor
 
@@ -46,7 +48,9 @@ SCATTER_SHAPES = ((2048, 8192), (7168, 8192), (3584, 4096))
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COPY_BYTES_PER_US = select.Rates().copy
 OURS = ("asynctp", *select.IMPLEMENTATIONS)
-PEERS = ("cublas", "nccl", "intree")
+#: of gathers and scatters PyTorch has fused ops; of all-reduces it has two that follow a matmul
+PEERS = ("cublas", "nccl", "intree", "oneshot", "twoshot")
+PEERS_OF_ALL_REDUCE, PEERS_OF_OTHERS = ("cublas", "nccl", "oneshot", "twoshot"), ("cublas", "nccl", "intree")
 #: what is less than this fast, against the other, is slower by more than noise
 NOISE = 0.98
 #: an error that is wrong however large that of cuBLAS + NCCL is
@@ -104,9 +108,9 @@ class Row:
         return max(self.timings["cublas"].graph, copies) if "cublas" in self.timings else copies
 
     def speedup(self, mode: str, variant: str = "asynctp") -> float | None:
-        """Against the better of cuBLAS + NCCL and in-tree; None if the variant or these are missing or wrong."""
+        """Against the best of the peers that communicate; None if the variant or these are missing or wrong."""
         found = {name: getattr(self.timings[name], mode) for name in self.timings if name not in self.wrong}
-        others = [found[name] for name in ("nccl", "intree") if name in found]
+        others = [found[name] for name in PEERS[1:] if name in found]
         return float(min(others) / found[variant]) if others and variant in found else None
 
     def slower(self, variant: str) -> bool:
@@ -127,6 +131,10 @@ Arguments = dict[str, Any]  # of a fused op, as `Remark.call` has them
 
 def built_in(op: str, kind: str, m: int, k: int, n: int, world: int) -> tuple[str, Arguments]:
     """The name of the fused op for one built-in shape, and its arguments; `m`: rows over all ranks."""
+    if op == "all_reduce":
+        name, arguments = built_in("scatter", kind, m, k, n, world)
+        del arguments["scatter_dim"], arguments["group_size"]
+        return name.replace("reduce_scatter", "all_reduce"), arguments
     gathers, rowwise = op == "gather", "rowwise" in kind
     dtype, rows = "bfloat16" if kind == "bf16" else "float8_e4m3fn", m // world if gathers else m
     a, b = _spec(dtype, rows, k), {"dtype": dtype, "shape": [k, n], "stride": [1, k]}
@@ -325,7 +333,7 @@ class Call:
             return [*self._products(full, scale), *([full] if self.call.return_a_full else []), *along]
         total, how, c10d = self._total(), self.call.reduce_op, torch.ops._c10d_functional
         if self.op.endswith("all_reduce"):
-            return [reference.all_reduce(total, how, self.group)]
+            return [reference.all_reduce(total, how, self.group, in_place=True)]
         if self.dim == 0 and how == "sum":
             return [c10d.wait_tensor(c10d.reduce_scatter_tensor(total, how, self.world, self.group))]
         return [reference.reduce_scatter(total, how, self.dim, self.world, self.group)]
@@ -363,6 +371,29 @@ class Call:
                 a, self.bs[0], self.a_scales[0], self.b_scales[0], how, self.dim, self.dim, self.group,
                 [a.shape[0], self.bs[0].shape[1]], out_dtype=self.out_dtype, use_fast_accum=fast)]  # fmt: skip
         raise NotImplementedError("PyTorch has no fused op for this call")
+
+    @functools.cached_property
+    def _shared(self) -> Tensor:
+        """Symmetric memory for the matmul's result, which PyTorch's all-reduces over it read.
+
+        Raises:
+            NotImplementedError: The call is more than the sum of one plain matmul.
+        """
+        plain = self.biases == [None] and not self.scaled and self.a_parts[0].ndim == 2
+        if not plain or self.call.reduce_op != "sum" or self.call.given():
+            raise NotImplementedError("only a plain matmul is made in symmetric memory, and summed up")
+        shape = (self.a_parts[0].shape[0], self.bs[0].shape[1])
+        memory = symmetric_empty(math.prod(shape) * self.out_dtype.itemsize, self.device)
+        symmetric_rendezvous(memory, world_group())
+        return memory.view(self.out_dtype).view(shape)
+
+    def _oneshot(self) -> list[Tensor]:
+        torch.mm(self.a_parts[0], self.bs[0], out=self._shared)
+        return [torch.ops.symm_mem.one_shot_all_reduce(self._shared, "sum", self.group)]
+
+    def _twoshot(self) -> list[Tensor]:
+        torch.mm(self.a_parts[0], self.bs[0], out=self._shared)
+        return [torch.ops.symm_mem.two_shot_all_reduce_(self._shared, "sum", self.group)]
 
 
 def kind_of(op: str, arguments: Arguments) -> str:
@@ -526,19 +557,25 @@ def calls(options: argparse.Namespace, world: int) -> Iterator[tuple[str, Argume
     if options.report is not None:
         yield from (each[:2] for each in calls_of_report(options.report) if each[2] == world)
         return
-    for kind in options.kinds:
-        for op, shapes in (("gather", GATHER_SHAPES), ("scatter", SCATTER_SHAPES)):
-            for k, n in shapes:
-                for m in options.rows:
-                    if op in options.ops and m % world == 0:
-                        yield built_in(op, kind, m, k, n, world)
+    for kind, op in itertools.product(options.kinds, options.ops):
+        for m, k, n in shapes_of(op, options):
+            if op == "all_reduce" or m % world == 0:
+                yield built_in(op, kind, m, k, n, world)
+
+
+def shapes_of(op: str, options: argparse.Namespace) -> list[tuple[int, int, int]]:
+    """(M, K, N) of an op: those asked for, or the built-in ones."""
+    if options.shapes:
+        return [(m, k, n) for m, k, n in (map(int, text.split("x")) for text in options.shapes)]
+    return [(m, k, n) for k, n in (GATHER_SHAPES if op == "gather" else SCATTER_SHAPES) for m in options.rows]
 
 
 def rows(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """Measure everything asked for, one row at a time."""
     world = dist.get_world_size()
-    names = [*PEERS, "asynctp", *(select.IMPLEMENTATIONS if options.all else ())]
     for op, arguments in calls(options, world):
+        peers = PEERS_OF_ALL_REDUCE if op.endswith("all_reduce") else PEERS_OF_OTHERS
+        names = [*peers, "asynctp", *(select.IMPLEMENTATIONS if options.all else ())]
         torch.manual_seed(int(time.time()) * world + dist.get_rank())
         call = Call(op, arguments, device)
         timings, errors, left_out = measure(call, names, options.rounds)
@@ -553,8 +590,8 @@ def line(row: Row) -> str:
     """One line of the table."""
     each, ours = row.problem, row.timings.get("asynctp")
     cells = [f"{row.timings[name].graph:7.0f}/{row.timings[name].eager:<6.0f}" if name in row.timings else " " * 14
-             for name in ("cublas", "nccl", "intree", "asynctp")]  # fmt: skip
-    efficiency = f"{row.bound / ours.graph:5.2f}" if ours else " " * 5
+             for name in (*PEERS, "asynctp")]  # fmt: skip
+    efficiency = f"{row.bound:6.0f} {row.bound / ours.graph:5.2f}" if ours else " " * 12
     speedups = [f"{row.speedup(mode):6.2f}" if row.speedup(mode) else " " * 6 for mode in ("graph", "eager")]
     faults = [f"WRONG: {name} ({row.errors[name]:.1e}, may be {row.limit:.1e})" for name in row.wrong]
     faults += [] if ours else [f"asynctp: {row.left_out['asynctp']}"]
@@ -566,9 +603,10 @@ def line(row: Row) -> str:
 
 
 HEADER = (
-    f"{'op':10} {'operands':19} {'M x K x N':26} {'cuBLAS':>14} {'+ NCCL':>14} {'in-tree':>14} {'asynctp':>14} "
-    f"{'runs':10} {'eff.':>5} {'graph':>6} {'eager':>6} {'host':>5}\n"
-    "(microseconds, CUDA graph/eager; eff.: bound / ours; graph, eager: the better of NCCL and in-tree / ours)"
+    f"{'op':10} {'operands':19} {'M x K x N':26} {'cuBLAS':>14} {'+ NCCL':>14} {'in-tree':>14} "
+    f"{'one-shot':>14} {'two-shot':>14} {'asynctp':>14} {'runs':10} {'floor':>6} {'eff.':>5} {'graph':>6} {'eager':>6} "
+    f"{'host':>5}\n"
+    "(microseconds, CUDA graph/eager; eff.: floor / ours; graph, eager: the best of NCCL and PyTorch's / ours)"
 )
 
 
@@ -584,8 +622,8 @@ def summary(found: Sequence[Row]) -> list[str]:
             worst = min(speedups, key=lambda problem: speedups[problem])
             depths, widths = worst.sizes
             lines.append(
-                f"{kind} {op} {mode}: {statistics.geometric_mean(speedups.values()):.2f}x the better of cuBLAS + NCCL "
-                f"and in-tree (geometric mean of {len(speedups)}); least {speedups[worst]:.2f}x at M={worst.rows}, "
+                f"{kind} {op} {mode}: {statistics.geometric_mean(speedups.values()):.2f}x the best of cuBLAS + NCCL "
+                f"and PyTorch's (geometric mean of {len(speedups)}); least {speedups[worst]:.2f}x at M={worst.rows}, "
                 f"K={depths}, N={widths}"
             )
     return lines
@@ -665,9 +703,12 @@ def plot(found: Sequence[Row], path: Path) -> bool:
     figure, axes = plots.subplots(lines, columns, figsize=(4 * columns, 3 * lines), squeeze=False, sharey=True)
     for axis, title in zip(axes.flat, panels, strict=False):
         mine = [row for row in found if panel(row) == title]
-        for name, label in (("nccl", "cuBLAS + NCCL"), ("intree", "in-tree"), ("asynctp", "asynctp")):
+        for name, label in (("nccl", "cuBLAS + NCCL"), ("intree", "in-tree"), ("oneshot", "one-shot"),
+                            ("twoshot", "two-shot"), ("asynctp", "asynctp")):  # fmt: skip
             right = [row for row in mine if name in row.timings and name not in row.wrong]
             points = [(row.problem.rows, row.bound / row.timings[name].graph) for row in right]
+            if not points:
+                continue
             axis.plot([m for m, _ in points], [value for _, value in points], marker="o", label=label)
         axis.set(xscale="log", title=title, xlabel="M", ylim=(0, 1.1))
         axis.axhline(1, color="grey", linewidth=0.5)
@@ -692,7 +733,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.timeout = 1800 if options.timeout is None else options.timeout
     if options.report is None:
         options.kinds, options.ops = options.kinds or ["bf16"], options.ops or list(OPS)
-        options.rows = options.rows or list(ROWS)
+        options.rows = options.rows or ([] if options.shapes else list(ROWS))
     said = mistake(options, end_to_end=False) or (_table_mistake() if options.tune else "")
     if said:
         parser.error(said)
@@ -714,7 +755,8 @@ def _table_mistake() -> str:
 
 def command(options: argparse.Namespace) -> str:
     """The command that measures the same again."""
-    built_in = {"rows": options.rows, "ops": options.ops, "kinds": options.kinds}
+    sizes = {"shapes": options.shapes} if options.shapes else {"rows": options.rows}
+    built_in = {**sizes, "ops": options.ops, "kinds": options.kinds}
     kept = {"rounds": [options.rounds], **(built_in if options.report is None else {"report": [options.report]})}
     words = [f"--{name} {','.join(map(str, values))}" for name, values in kept.items()]
     words += [f"--{name}" for name in ("all", "tune") if getattr(options, name)]

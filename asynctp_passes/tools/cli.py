@@ -223,7 +223,10 @@ def add_bench_options(parser: argparse.ArgumentParser, end_to_end: bool = True) 
         help="measure the fused calls of a program, from the file that Config.report_file names, not built-in shapes",
     )  # fmt: skip
     parser.add_argument("--rows", type=_numbers, help="values of M, as 512,2048 (default: powers of 2, 64 to 16384)")
-    parser.add_argument("--ops", type=_words, help="gather,scatter (default: both)")
+    parser.add_argument(
+        "--shapes", type=_words, help="MxKxN, as 16x2048x8192,64x7168x8192, in place of the built-in K and N and --rows"
+    )
+    parser.add_argument("--ops", type=_words, help="of gather,scatter,all_reduce (default: all)")
     parser.add_argument(
         "--kinds", type=_words, help="of bf16,fp8,fp8-rowwise, and without fast accumulation fp8-precise,"
         f"fp8-rowwise-precise (default: bf16{kinds})",
@@ -263,10 +266,10 @@ def _words(text: str) -> list[str]:
 
 
 KINDS = ("bf16", "fp8", "fp8-rowwise", "fp8-precise", "fp8-rowwise-precise")
-OPS = ("gather", "scatter")
+OPS = ("gather", "scatter", "all_reduce")
 _END_TO_END = ("sizes", "batches", "backends", "blocks", "option", "cpu")
-_OPS_ONLY = ("report", "rows", "ops", "all", "tune")
-_BUILT_IN_ONLY = ("rows", "ops", "kinds")
+_OPS_ONLY = ("report", "rows", "shapes", "ops", "all", "tune")
+_BUILT_IN_ONLY = ("rows", "shapes", "ops", "kinds")
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -293,7 +296,7 @@ def _check_and_measure(options: argparse.Namespace) -> int:
     ranks = _cpu_ranks(options.ranks) if options.cpu else _bench_ranks(options.ranks, options.e2e)
     if options.e2e:
         _refuse(size_mistake(options, ranks))
-    elif options.rows and all(rows % ranks for rows in options.rows):
+    elif options.ops and "all_reduce" not in options.ops and options.rows and all(m % ranks for m in options.rows):
         raise UsageError(f"--rows {options.rows} is not valid; it must have a multiple of the {ranks} ranks")
     return _measure(options, ranks)
 
@@ -331,6 +334,11 @@ def mistake(options: argparse.Namespace, end_to_end: bool) -> str:
         for word in getattr(options, name) or ():
             if word not in valid:
                 return f"--{name} {word!r} is not valid; it must be of {', '.join(valid)}"
+    for text in getattr(options, "shapes", None) or ():
+        if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*x[1-9][0-9]*", text):
+            return f"--shapes {text!r} is not valid; it must be MxKxN, as 16x2048x8192"
+        if options.rows:
+            return "--rows is not valid with --shapes, which have them; leave one of them out"
     if options.out is not None and not can_be_written(str(options.out), folder=True):
         return f"--out {options.out} is not valid; it must be a folder that can be written, or made"
     return _end_to_end_mistake(options) if end_to_end else ""
@@ -488,6 +496,7 @@ def _bench_arguments(options: argparse.Namespace) -> list[str]:
     for name in (
         "report",
         "rows",
+        "shapes",
         "ops",
         "kinds",
         "rounds",

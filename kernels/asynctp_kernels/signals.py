@@ -68,6 +68,117 @@ def post_word(address: tl.tensor, epoch: tl.tensor) -> None:
 
 
 @triton.jit
+def peers_of(table: tl.tensor, rank: tl.tensor, WORLD: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Addresses of all ranks' words, from int64 pointer `table`, and a mask of the other ranks. Shapes: [8]."""
+    ranks = tl.arange(0, 8)
+    others = (ranks < WORLD) & (ranks != rank)
+    return tl.load(table + ranks, mask=others, other=0), others
+
+
+@triton.jit
+def post_words(pads: tl.tensor, others: tl.tensor, offset: tl.tensor, value: tl.tensor, posts: tl.tensor) -> None:
+    """`post_word` at every peer, by a thread for each: one barrier, and releases that wait for stores together.
+
+    pads, others: as `peers_of` gives them. posts: 1, or 0 for nothing.
+    """
+    tl.debug_barrier()
+    words = (pads + offset).to(tl.pointer_type(tl.int64))
+    none = tl.zeros_like(pads)
+    tl.atomic_xchg(words, none + value, mask=others & (none < posts), sem="release", scope="sys")
+
+
+if IS_INTERPRETED:
+
+    @triton.jit
+    def all_true(holds: tl.tensor) -> tl.tensor:
+        """As below."""
+        return holds.to(tl.int32)
+
+    @triton.jit
+    def see_words(
+        words: tl.tensor,
+        value: tl.tensor,
+        next_value: tl.tensor,
+        rank: tl.tensor,
+        STRIDE: tl.constexpr,
+        WORLD: tl.constexpr,
+    ) -> tl.tensor:
+        """As below. `wait_word` has to look."""
+        return tl.full((), 0, tl.int32)
+
+else:
+
+    @triton.jit
+    def all_true(holds: tl.tensor) -> tl.tensor:
+        """Whether `holds` is true in all threads of the program: 1 or 0, the same in all of them. It is a barrier."""
+        return tl.inline_asm_elementwise(
+            """{
+                .reg .pred p, q;
+                setp.ne.s32 p, $1, 0;
+                bar.red.and.pred q, 0, p;
+                selp.s32 $0, 1, 0, q; }""",
+            "=r,r",
+            [holds.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
+    def see_words(
+        words: tl.tensor,
+        value: tl.tensor,
+        next_value: tl.tensor,
+        rank: tl.tensor,
+        STRIDE: tl.constexpr,
+        WORLD: tl.constexpr,
+    ) -> tl.tensor:
+        """Whether every peer's word becomes `value`, or at least `next_value`, in some milliseconds: 1 or 0.
+
+        words: address of rank 0's int64 word; the others are STRIDE bytes apart. A thread polls for each peer, so the
+        words are seen together. The barrier hands their acquires to the program's other threads.
+        """
+        return tl.inline_asm_elementwise(
+            """{
+                .reg .pred p, q, here; .reg .u32 t, left; .reg .u64 a; .reg .s64 v;
+                mov.u32 t, %tid.x;
+                mov.u32 left, 4096;
+                setp.eq.u32 here, t, t;
+                setp.ge.u32 q, t, $6;
+                @q bra DONE;
+                setp.eq.u32 q, t, $4;
+                @q bra DONE;
+                mad.wide.u32 a, t, $5, $1;
+              POLL:
+                ld.acquire.sys.global.s64 v, [a];
+                setp.eq.s64 here, v, $2;
+                @here bra DONE;
+                setp.ge.s64 here, v, $3;
+                @here bra DONE;
+                sub.u32 left, left, 1;
+                setp.ne.u32 p, left, 0;
+                @p bra POLL;
+              DONE:
+                barrier.red.and.pred q, 0, here;
+                selp.s32 $0, 1, 0, q; }""",
+            "=r,l,l,l,r,r,r",
+            [words, value, next_value, rank, STRIDE, WORLD],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def none_failed(status_ptr: tl.tensor) -> tl.tensor:
+    """Whether no wait of this rank has failed: the same in all threads, though another program may say so meanwhile.
+
+    Threads that did not agree would come to different barriers.
+    """
+    return all_true(tl.load(status_ptr) == 0) != 0
+
+
+@triton.jit
 def record_timeout(status_ptr: tl.tensor, peer: tl.tensor, index: tl.tensor) -> None:
     """Write the first failure of this launch; later ones change nothing."""
     none = tl.full((), 0, tl.int64)
@@ -101,16 +212,16 @@ def wait_word(
     found = load_acquire(word)
     if found < value:
         start = clock_ns()
-        waiting = tl.load(status_ptr) == 0
+        waiting = none_failed(status_ptr)
         while waiting:
             found = load_acquire(word)
             if found >= value:
-                waiting = tl.load(status_ptr) < 0
+                waiting = found < value
             else:
-                waiting = tl.load(status_ptr) == 0
-                if clock_ns() - start > timeout_ns:
+                waiting = none_failed(status_ptr)
+                if all_true(clock_ns() - start <= timeout_ns) == 0:
                     record_timeout(status_ptr, peer, index)
-                    waiting = tl.load(status_ptr) < 0
+                    waiting = found >= value
     tl.debug_barrier()
     return found
 
@@ -132,17 +243,17 @@ def wait_exactly(
     found = load_acquire(word)
     if found != value:
         start = clock_ns()
-        waiting = tl.load(status_ptr) == 0
+        waiting = none_failed(status_ptr)
         while waiting:
             found = load_acquire(word)
             if found == value:
-                waiting = tl.load(status_ptr) < 0
+                waiting = found != value
             else:
-                waiting = tl.load(status_ptr) == 0
+                waiting = none_failed(status_ptr)
                 if INTERPRETED:  # noqa: SIM102 - a constexpr
                     if found != 0:
                         record_unlike(status_ptr, peer, call, found)
-                if clock_ns() - start > timeout_ns:
+                if all_true(clock_ns() - start <= timeout_ns) == 0:
                     record_timeout(status_ptr, peer, call)
     tl.debug_barrier()
 

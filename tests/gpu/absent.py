@@ -21,7 +21,8 @@ from torch import Tensor
 
 import asynctp_passes.ops.collectives  # noqa: F401  (registers the ops)
 
-#: op and implementation, and the collective that is named; gathers whose A all ranks return pull, others push
+#: op and implementation, and the collective that is named; few rows are summed up in one shot over any number of ranks,
+#: and all of them in two over four or more; gathers whose A all ranks return pull, others push
 CASES = {
     ("all_gather_matmul", "fused"): "all_gather (524288 bytes a rank)",
     ("all_gather_matmul", "fused, A returned"): "all_gather (524288 bytes a rank, kept by every rank)",
@@ -32,6 +33,8 @@ CASES = {
     ("matmul_reduce_scatter", "fused"): "reduce_scatter (524288 bytes a rank of bfloat16, sum)",
     ("matmul_reduce_scatter", "decomposed"): "reduce_scatter (524288 bytes a rank of bfloat16, sum)",
     ("matmul_reduce_scatter", "direct"): "reduce_scatter (524288 bytes a rank of bfloat16, sum)",
+    ("matmul_all_reduce", "direct, few"): "all_reduce (4096 bytes a rank of bfloat16, sum)",
+    ("matmul_all_reduce", "direct"): "all_reduce ({whole} bytes a rank of bfloat16, sum)",
     ("all_gather", "copy engine"): "all_gather (524288 bytes a rank, kept by every rank)",
     ("reduce_scatter", "copy engine"): "reduce_scatter (524288 bytes a rank of bfloat16, sum)",
 }
@@ -55,6 +58,8 @@ def call(op: str, implementation: str, group: dist.ProcessGroup) -> bool:
             found = wait(ops.all_gather(a, world, name))
         elif op == "matmul_reduce_scatter":
             found = ops.matmul_reduce_scatter([whole], [b], [None], "sum", 0, world, name)
+        elif op == "matmul_all_reduce":
+            found = ops.matmul_all_reduce([whole[: 4 if returned else None]], [b], [None], "sum", name)
         else:
             found = wait(ops.reduce_scatter(whole, "sum", world, name))
     wanted = torch.full_like(found, total)
@@ -97,6 +102,7 @@ def run(op: str, implementation: str, told: str) -> dict[str, object]:
     after = call(op, implementation, group)
     torch.cuda.synchronize()
     bound = float(os.environ["ASYNCTP_TIMEOUT_S"])
+    told = told.format(whole=group.size() * 524288)
     named = f"{told}: rank {rank} waited {bound:g} s for the same call of rank {last}."
     good = before and after and (rank == last or (named in said and seconds < bound + 10))
     everywhere = torch.tensor(int(good), device="cuda")

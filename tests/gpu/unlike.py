@@ -58,7 +58,8 @@ SHALLOW = 200  # bf16 has every integer up to 256: no sum of so many products of
 VOCABULARY, WIDTH, ROWS = (50257, 1600, 8192) if GPU else (103, 16, 24)
 POISON_EVERY = 1000
 UNIT = 64 if GPU else 8
-HUGE = 4096  # times as many rows: 32 MiB of each rank on a GPU
+#: times as many rows: of a large all-reduce over four GPUs two shots, and of a huge gather 32 MiB of each rank
+LENGTHS = {"long": 2, "large": 64, "huge": 4096}
 
 
 @dataclass(frozen=True)
@@ -459,7 +460,8 @@ def shapes() -> list[Shared]:
             found += [Shared("scatter", rows, cols, transport=transport)]
         found += [Shared("gather", rows, cols, kept=True)]
         found += [Shared("scatter", rows, cols, dtype=FP32), Shared("scatter", rows, cols, reduce_op="avg")]
-        found += [Shared("all_reduce", rows, cols)]
+        found += [Shared("all_reduce", rows, cols, transport=transport) for transport in ("push", "direct", "auto")]
+        found += [Shared("all_reduce", rows, cols, dtype=FP32, transport="direct")]
     rows = sizes[0][0]
     for transport in ("push", "direct", "auto"):
         found += [Shared("gather", rows, 256 if GPU else 32, FP8, numbers=True, transport=transport)]
@@ -673,6 +675,13 @@ FAULTS = [
     Fault("gather whole", "scatter decomposed", captured=True),
     Fault("gather direct", "scatter direct", captured=True),
     Fault("scatter fused", "long gather kept", captured=True),
+    Fault("all_reduce direct"),
+    Fault("large all_reduce direct"),
+    Fault("large all_reduce direct", captured=True),
+    Fault("all_reduce direct", "scatter direct"),
+    Fault("gather direct", "all_reduce direct"),
+    Fault("large all_reduce direct", "all_reduce direct", captured=True),
+    Fault("large all_reduce direct", "gather fused"),
     Fault("huge gather fused", "gather fused", grows=True),
 ]
 
@@ -681,7 +690,7 @@ def made(what: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Make a call on known data: what it gives, and what it should."""
     ops, size, name = torch.ops.asynctp, world(), group.group_name
     (kind, implementation), kept = what.split()[-2:], "all keep" in what
-    rows = UNIT * (2 if "long" in what else HUGE if "huge" in what else 1)
+    rows = UNIT * next((times for word, times in LENGTHS.items() if word in what), 1)
     b = torch.eye(UNIT, dtype=BF16, device=device())
     wait = torch.ops._c10d_functional.wait_tensor
     name_of = {"kept": "fused", "bulk": "whole"}.get(implementation, implementation)

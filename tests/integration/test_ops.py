@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -357,6 +358,28 @@ def test_interpreted_kernels_equal_fp64_truth(interpreted: None) -> None:
     for result in run_ranks(2, _interpreted_ranks):
         assert result.pop("implementation") == "interpreted"
         assert {case: found for case, found in result.items() if found} == {}
+
+
+def _in_place(rank: int, world_size: int) -> dict[str, bool]:
+    group = dist.group.WORLD.group_name
+    x, w = torch.ones(4, 8), torch.ones(8, 6)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as summed:
+        out = torch.ops.asynctp.matmul_all_reduce([x], [w], [None], "sum", group)
+    given = summed.call_args.args[0]
+    kept = torch.ones(4, 6)
+    total = reference.all_reduce(kept, "sum", group)
+    return {
+        "the matmul's own memory is summed up": given.data_ptr() == out.data_ptr(),
+        "once": summed.call_count == 1,
+        "right": bool((out == 8 * world_size).all()),
+        "a tensor of the caller's stays": bool((kept == 1).all() and (total == world_size).all()),
+    }
+
+
+@pytest.mark.ranks
+def test_an_all_reduce_without_overlap_copies_no_matmul() -> None:
+    for found in run_ranks(2, _in_place):
+        assert all(found.values()), found
 
 
 # --- CUDA: the unfused program over NCCL ------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 
 from asynctp_kernels.cuda import stamped
 from asynctp_kernels.cuda.choose.tiles import Tiles, pingpong, tiles_for
+from asynctp_kernels.cuda.choose.wire import Wire
 from asynctp_kernels.cuda.gemm import gemm_kernels
 from asynctp_kernels.cuda.plans import collectives, decomposed, direct, fused, gather_transports
 from asynctp_kernels.cuda.runtime import driver
@@ -483,6 +484,12 @@ def acquires(ptx: Ptx) -> list[Instruction]:
     return [each for each in ptx.instructions if ".sys." in each.op and "acquire" in each.op]
 
 
+def votes(ptx: Ptx) -> bool:
+    """Whether threads agree before they go on waiting: clocks and the status may differ by thread, barriers may not."""
+    looks = [each for each in ptx.instructions if "globaltimer" in each.operands]
+    return len(ptx.find("bar.red.and.pred")) >= max(2, len(looks) // 2)
+
+
 @pytest.mark.parametrize(("world", "scales"), [(2, False), (4, False), (4, True), (8, True)])
 def test_stage_kernel(world: int, scales: bool, tmp_path: Path) -> None:
     """A barrier, the copy, a barrier; few registers, since it runs beside the GEMM."""
@@ -624,6 +631,7 @@ def test_push_gather_kernel(world: int, outer: bool, tmp_path: Path) -> None:
     check_small(kernel)
     check_posts(kernel.ptx, world - 1)
     assert len(acquires(kernel.ptx)) >= world - 1
+    assert votes(kernel.ptx)
 
 
 @pytest.mark.parametrize(("world", "where"), [(2, "rows"), (4, "outer"), (4, "columns"), (8, "rows"), (4, "converted")])
@@ -640,6 +648,22 @@ def test_push_reduce_kernel(world: int, where: str, tmp_path: Path) -> None:
     check_small(kernel)
     check_posts(kernel.ptx, world - 1)
     assert len(acquires(kernel.ptx)) >= world - 1
+    assert votes(kernel.ptx)
+
+
+@pytest.mark.parametrize("shots", [1, 2])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_push_all_reduce_kernel(world: int, shots: int, tmp_path: Path) -> None:
+    """A thread for each peer posts its word, behind a barrier, and polls that of its own words."""
+    with machine(world=world) as here, mock.patch.object(Wire, "shots", shots):
+        call = replace(scatter_call((1024,), (64,), 8192, world=world), unscaled_op="matmul_all_reduce")
+        direct.DirectAllReduce(call, here.memory)
+        kernel = compiled(here.prepared[-1], tmp_path)
+    check_small(kernel)
+    check_posts(kernel.ptx, shots)
+    assert len(kernel.ptx.find("ld.acquire.sys.global.s64")) == len(kernel.ptx.find("barrier.red.and.pred")) == shots
+    assert votes(kernel.ptx)
+    assert {access_bytes(each.op) for each in kernel.ptx.find("st.global.v")} == {16}, "wide runs"
 
 
 SMALLEST: dict[str, Callable[[Machine], Any]] = {
@@ -659,6 +683,9 @@ SMALLEST: dict[str, Callable[[Machine], Any]] = {
     ),
     "scatter-direct": lambda here: direct.DirectScatter(scatter_call((4,), (1,), 1), here.memory),
     "scatter-direct-columns": lambda here: direct.DirectScatter(scatter_call((1,), (1,), 4, dim=-1), here.memory),
+    "all-reduce-direct": lambda here: collectives.DirectTotal(
+        collectives.scatter_call(tensor(1, 1), "sum", 4, "all_reduce"), here.memory
+    ),
     "scatter-decomposed": lambda here: decomposed.DecomposedScatter(scatter_call((4,), (1,), 1), here.memory),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import threading
@@ -18,8 +19,8 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
-from asynctp_kernels.cuda import calls, explanation, moves, plan_cache
-from asynctp_kernels.cuda.choose.wire import PUSH
+from asynctp_kernels.cuda import explanation, implementations, moves, plan_cache
+from asynctp_kernels.cuda.choose.wire import PUSH, Wire
 from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from cuda_stubs import (
     COPY,
@@ -71,25 +72,23 @@ def shards(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         given.append(shard)
         return torch.cat([shard] * WORLD)
 
-    for module in (calls, moves):
+    for module in (implementations, moves):
         monkeypatch.setattr(module, "all_gather", all_gather)
     return given
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", ["fused", "decomposed"])
 @pytest.mark.parametrize("options", [{}, {**ROWWISE, "fast": False}], ids=["bf16", "rows of scales, slow"])
 def test_all_reduce(implementation: str, options: dict[str, Any], here: Machine, shards: list[Tensor]) -> None:
     """Rows of all dimensions together are scattered, by the implementation that is asked for, and gathered."""
     call, checked = scatter_call((2, 96, 2), (64,), 80, dim=1, **options), []
     rows = replace(call, a_parts=[call.a_parts[0].view(384, 64)], dim=0)
     part = whole(rows, implementation).chunk(WORLD)
-    here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.landed, parts=[part[RANK]] * WORLD)
     with cuda.forced(implementation):
         for _ in range(2):
-            if implementation != "direct":
-                here.memory.require("box", part[RANK].numel() * 2 * WORLD)
-                signature = replace(rows, unscaled_op="matmul_all_reduce").wire.signature(PUSH)
-                peers_come(here, here.memory.full, [part[RANK].contiguous()] * WORLD, signature)
+            here.memory.require("box", part[RANK].numel() * 2 * WORLD)
+            signature = replace(rows, unscaled_op="matmul_all_reduce").wire.signature(PUSH)
+            peers_come(here, here.memory.full, [part[RANK].contiguous()] * WORLD, signature)
             out = all_reduce(here, call, lambda: checked.append(1))
             assert out is not None
             assert (out.shape, out.dtype) == ((2, 96, 2, 80), torch.bfloat16)
@@ -98,22 +97,73 @@ def test_all_reduce(implementation: str, options: dict[str, Any], here: Machine,
     assert here.memory.last_implementation == implementation
 
 
+@pytest.mark.parametrize("shots", [1, 2])
+@pytest.mark.parametrize("rows", [(2, 96, 2), (7,), (1,)], ids=str)
+@pytest.mark.parametrize("options", [{}, {**ROWWISE, "fast": False}, {"reduce_op": "avg"}], ids=["bf16", "fp8", "avg"])
+def test_direct_all_reduce(
+    options: dict[str, Any], rows: tuple[int, ...], shots: int, here: Machine, shards: list[Tensor]
+) -> None:
+    """One kernel, for any rows; its sum is in the place of the product, and nothing is gathered."""
+    call, checked = scatter_call(rows, (64,), 80, **options), []
+    mine = whole(replace(call, a_parts=[call.a_parts[0].view(-1, 64)]), "direct").flatten()
+    peers = [torch.randn(mine.numel()).bfloat16() for _ in range(WORLD)]
+    peers[RANK] = mine.bfloat16()
+    factor = 1 / WORLD if call.reduce_op == "avg" else 1.0
+    total = (sum((each.float() for each in peers), torch.zeros(())) * factor).bfloat16()
+    size = -(-total.numel() // (8 * WORLD)) * 8 if shots == 2 else total.numel()
+    parts = list(total.split(size)) + [total[:0]] * WORLD if shots == 2 else []
+    sent = [each[RANK * size :][:size] for each in peers] if shots == 2 else peers
+    given = [*sent, *parts[:WORLD]]
+    here.kernels["push_all_reduce_kernel"] = functools.partial(cuda_emulated.landed, parts=given)
+    with mock.patch.object(Wire, "shots", shots):
+        for _ in range(3):
+            out = all_reduce(here, call, lambda: checked.append(1))
+            assert out is not None
+            assert (out.shape, out.dtype) == ((*rows, 80), torch.bfloat16)
+            assert torch.equal(out.flatten(), total)
+    assert (checked, shards, here.memory.last_implementation) == ([1], [], "direct")
+    launched = here.of(Launched)[-1]
+    assert launched.arguments["own_ptr"] == launched.arguments["out_ptr"] == out.data_ptr()
+
+
 def test_all_reduce_of_rows_that_cannot_be_divided(here: Machine, shards: list[Tensor]) -> None:
-    checked: list[int] = []
-    for _ in range(2):
-        assert all_reduce(here, scatter_call((7,), (64,), 72), lambda: checked.append(1)) is None
-    assert (checked, shards, here.memory.last_implementation) == ([1], [], "sequential")
-    with cuda.forced("direct"), pytest.raises(RuntimeError, match="7 rows are not divisible by 4 ranks"):
-        all_reduce(here, scatter_call((7,), (64,), 72))
+    """They are direct, or NCCL's."""
+    here.kernels.clear()
+    for name, wanted in ((None, "direct"), ("direct", "direct"), ("sequential", "sequential")):
+        checked: list[int] = []
+        with contextlib.nullcontext() if name is None else cuda.forced(name):
+            for _ in range(2):
+                found = all_reduce(here, scatter_call((7,), (64,), 72), functools.partial(checked.append, 1))
+                assert (found is None) == (wanted == "sequential")
+        assert (checked, here.memory.last_implementation) == ([1], wanted)
+    with cuda.forced("fused"), pytest.raises(RuntimeError, match="7 rows are not divisible by 4 ranks"):
+        all_reduce(here, scatter_call((7,), (64,), 96))
+    assert shards == []
 
 
-def test_all_reduce_and_scatter_of_one_shape_are_chosen_apart(here: Machine, shards: list[Tensor]) -> None:
-    """64 rows: a scatter is fastest direct, an all-reduce by NCCL."""
+@pytest.mark.parametrize("forced", [None, "fused"])
+def test_an_all_reduce_without_a_product(forced: str | None, here: Machine, shards: list[Tensor]) -> None:
+    """Of a size that cannot be divided it is direct, whatever is asked for; its tensor stays as it is."""
+    here.kernels["push_all_reduce_kernel"] = functools.partial(
+        cuda_emulated.landed, parts=[torch.ones(35).bfloat16()] * WORLD
+    )
+    given = torch.full((7, 5), 2.0).bfloat16()
+    with contextlib.nullcontext() if forced is None else cuda.forced(forced):
+        total = cuda.run_bulk_all_reduce(given, "sum", here.group, lambda: None)
+    assert total is not None
+    assert torch.equal(total, torch.full((7, 5), 2.0 + WORLD - 1).bfloat16())
+    assert bool((given == 2).all())
+    assert shards == []
+
+
+def test_all_reduce_and_scatter_of_one_shape_have_plans_apart(here: Machine, shards: list[Tensor]) -> None:
+    here.kernels.clear()
     call = scatter_call((64,), (64,), 72)
-    assert all_reduce(here, call) is None
-    assert op(here, call) is not None
-    assert here.memory.last_implementation == "direct"
-    assert all_reduce(here, call) is None
+    for _ in range(2):
+        whole_sum, part = all_reduce(here, call), op(here, call)
+        assert whole_sum is not None
+        assert part is not None
+        assert (whole_sum.shape, part.shape) == ((64, 72), (16, 72))
     assert shards == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -402,6 +403,7 @@ PLANS: dict[str, Callable[[Machine], Callable[[], object]]] = {
     "scatter-fused": lambda here: _scatter_runner(here, "fused"),
     "scatter-decomposed": lambda here: _scatter_runner(here, "decomposed"),
     "scatter-direct": lambda here: _scatter_runner(here, "direct"),
+    "all-reduce-direct": lambda here: _all_reduce_runner(here),
 }
 
 
@@ -409,6 +411,12 @@ def _gather_runner(here: Machine, implementation: str, **options: bool) -> Calla
     call = gather_call((192,), 64, (72,), **options)
     plan = gather_plan(call, here, implementation)
     return lambda: plan.run(call.a_shard, None, call.bs, (), call.biases)
+
+
+def _all_reduce_runner(here: Machine) -> Callable[[], object]:
+    call = replace(scatter_call((7,), (64,), 72), unscaled_op="matmul_all_reduce")
+    plan = direct.DirectAllReduce(call, here.memory)
+    return lambda: plan.run(call.a_parts, call.b_parts, (), (), call.biases)
 
 
 def _scatter_runner(here: Machine, implementation: str) -> Callable[[], object]:

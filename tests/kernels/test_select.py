@@ -106,20 +106,25 @@ def test_extremes_of_a_scatter(k: int, n: int, device: str, world: int) -> None:
 @pytest.mark.parametrize("device", [H200, UNKNOWN])
 @pytest.mark.parametrize(("k", "n"), [(2048, 8192), (7168, 8192), (3584, 4096)])
 def test_extremes_of_an_all_reduce(k: int, n: int, device: str, world: int) -> None:
-    """Few rows, as in decoding, get one collective instead of two."""
-    for rows in (1, 8, 64, 128, 256):
-        assert explain_all_reduce(rows, k, n, world=world, device=device).implementation == "sequential"
+    """Few rows, as in decoding, get one kernel, however many they are."""
+    for rows in (1, 7, 8, 64, 128, 256, 1000):
+        assert explain_all_reduce(rows, k, n, world=world, device=device).implementation == "direct"
     for rows in (8192, 16384, 65536):
         assert explain_all_reduce(rows, k, n, world=world, device=device).implementation in OVERLAPPED
 
 
 def test_an_all_reduce_is_a_scatter_and_a_gather() -> None:
-    """Every implementation's estimate is the scatter's, and the same for the rest; NCCL's own has one latency less."""
+    """Every implementation's estimate is the scatter's, and the same for the rest; one collective starts once."""
     whole, part = (problem(op, 2048, 7168, 4096) for op in ("all_reduce", "scatter"))
     rest = {name: estimate(whole, name, Rates(), SMS) - estimate(part, name, Rates(), SMS) for name in IMPLEMENTATIONS}
     again = 2048 * 3 / 4 * 4096 * 2 / Rates().nccl
     assert rest == pytest.approx(
-        {name: again + (0 if name == "sequential" else Rates().nccl_start) for name in IMPLEMENTATIONS}, abs=0.2
+        {
+            "direct": 2048 * 3 / 4 * 4096 * 2 / Rates().direct,
+            "sequential": again,
+            **dict.fromkeys(OVERLAPPED, again + Rates().nccl_start),
+        },
+        abs=0.2,
     )
 
 
@@ -547,7 +552,7 @@ def test_reports_expect_the_second_half_of_an_all_reduce(monkeypatch: pytest.Mon
     monkeypatch.setattr(compat, "size_of_group", lambda group: 4)
     remarks = [run_pass(all_reduced(GraphBuilder(), rows)).fused[0] for rows in (64, 8192)]
     assert [remark.implementation for remark in remarks] == [
-        "sequential (only one that can)",
+        "direct (only one that can)",
         "fused, then all-gather (cost model)",
     ]
 

@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 import cuda_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import moves
+from asynctp_kernels.cuda.choose import wire
 from asynctp_kernels.cuda.plans import gather_transports as gathers
 from asynctp_kernels.cuda.plans import scatter as scatters
 from asynctp_kernels.cuda.plans.collectives import Bulk
@@ -49,6 +50,7 @@ SEVERAL: dict[str, Any] = {"ns": (32, 16), "bias": True}
 BY_COPIES = (("peer_writes", False),)
 KEPT: dict[str, Any] = {"kept": True}  # by every rank: pulled
 FLOAT = torch.float32
+FEW: dict[str, Any] = {"rows": (7,), "n": 5}  # of an all-reduce: in one shot (`shots`), and no multiple of anything
 SESSIONS: dict[str, Session] = {
     "fused gather": Session(3, (gather(), gather(**ROWWISE, travels=True))),
     "fused gather of 4": Session(4, (gather(**SEVERAL), scatter(), gather("decomposed")), chunks=3),
@@ -111,6 +113,22 @@ SESSIONS: dict[str, Session] = {
     "direct scatter": Session(2, (scatter("direct"), scatter("direct", rows=(2, 48), dim=1)), 4),
     "direct scatter of columns": Session(3, (scatter("direct", n=48, dim=1),)),
     "whole scatter": Session(3, (move("scatter"), move("scatter", "direct"))),
+    "direct all reduce": Session(
+        2, tuple(scatter("direct", kind="all reduce", **options) for options in (FEW, {}, {"reduce_op": "avg"})), 4
+    ),
+    "direct all reduce of 3": Session(
+        3, (scatter("direct", kind="all reduce", **FEW), scatter("direct", kind="all reduce", sum_dtype=FLOAT))
+    ),
+    "direct all reduce of 4": Session(4, (scatter("direct", kind="all reduce", rows=(96,), n=56), scatter("direct"))),
+    "whole all reduce": Session(3, (move("all reduce"), move("all reduce", "direct", shape=(7, 5)))),
+    "unlike all reduces": Session(
+        3,
+        (
+            (scatter("direct", kind="all reduce"), move("all reduce", "direct")),
+            (move("all reduce", "direct"), scatter("direct", kind="all reduce", ks=(16, 16))),
+        ),
+        3,
+    ),
     "all reduce": Session(3, (scatter(kind="all reduce"), scatter("decomposed", kind="all reduce"))),
     "all kinds": Session(
         3,
@@ -122,6 +140,7 @@ SESSIONS: dict[str, Session] = {
             scatter("decomposed"),
             gather("decomposed", full=True),
             gather("direct"),
+            scatter("direct", kind="all reduce"),
             scatter("direct"),
         ),
     ),
@@ -187,6 +206,9 @@ SESSIONS: dict[str, Session] = {
     ),
     "recorded elsewhere": Session(2, (gather("direct"), gather("direct", later=1)), 4, records=True),
     "recorded scatters": Session(2, (scatter(), scatter("decomposed"), scatter("direct")), 4, records=True),
+    "recorded all reduces": Session(
+        2, (scatter("direct", kind="all reduce"), scatter("direct", kind="all reduce", **FEW)), 4, records=True
+    ),
     "recorded beside flights": Session(
         2, (bulk("gather", 1), gather(full=True), bulk("scatter", 1), scatter("decomposed")), 5, records=True
     ),
@@ -222,10 +244,21 @@ SESSIONS: dict[str, Session] = {
     "captured in flight": Session(
         2, (bulk("gather", 1), gather(), bulk("gather", 1), gather(full=True)), captured=True
     ),
+    "captured all reduces": Session(
+        3,
+        (scatter("direct", kind="all reduce"), gather("direct"), scatter("direct", kind="all reduce", **FEW)),
+        captured=True,
+    ),
     "captured scatters": Session(
         3, (scatter(), scatter("decomposed"), bulk("scatter"), scatter("direct")), captured=True
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def shots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All-reduces of more than 1 KiB take two."""
+    monkeypatch.setattr(wire, "ONE_SHOT_BYTES", 1 << 10)
 
 
 @pytest.mark.parametrize("name", SESSIONS)
@@ -479,6 +512,12 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "sum at once": ("fused scatter", heedless("reduce_kernel")),
     "direct gather at once": ("direct gather", heedless("push_gather_kernel")),
     "direct scatter at once": ("direct scatter", heedless("push_reduce_kernel")),
+    "direct all-reduce at once": ("direct all reduce", heedless("push_all_reduce_kernel", 0, 1)),
+    "sums of a direct all-reduce at once": ("direct all reduce of 3", heedless("push_all_reduce_kernel", 2)),
+    "one slot of all-reduces": (
+        "direct all reduce",
+        replaced(cuda_emulated, "_landings", lambda real: lambda call, epoch: real(call, 0)),
+    ),
     "one slot": ("direct gather", replaced(cuda_emulated, "_landings", lambda real: lambda call, epoch: real(call, 0))),
     "copies beside flights": ("recorded beside flights", after_flights("stream")),
     "sums beside flights": ("recorded flights", after_flights("reducer")),

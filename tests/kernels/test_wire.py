@@ -16,6 +16,7 @@ from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, WHOLE
 from asynctp_kernels.cuda.choose.tiles import WireChunks
 from asynctp_kernels.cuda.choose.wire import (
     ALL_REDUCE_BYTES,
+    ALL_REDUCE_LIMIT,
     DIRECT,
     DIRECT_BYTES,
     DIRECT_LIMIT,
@@ -42,7 +43,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 def wire(kind: str, size: int, world: int = 4, dtype: torch.dtype = BF16, **others: Any) -> Wire:
     """Of so many bytes in all."""
     of_sum = (None, "") if kind == "all_gather" else (dtype, "sum")
-    return Wire(kind, world, size // world, *of_sum, **others)
+    return Wire(kind, world, size if kind == "all_reduce" else size // world, *of_sum, **others)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -56,12 +57,23 @@ def test_few_bytes_are_pushed_by_one_kernel_and_many_by_copy_engines(world: int)
         assert wire("reduce_scatter", size, world).transport() == PUSH
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_an_all_reduce_is_nccls_until_it_is_long(world: int) -> None:
-    for size in (world * 16, 1 << 20, ALL_REDUCE_BYTES - world * 16):
-        assert wire("all_reduce", size, world).transport() == PLAIN
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_an_all_reduce_is_direct_until_it_is_long(world: int) -> None:
+    for size in (2, 14, world * 16, 1 << 20, ALL_REDUCE_BYTES - 2):
+        assert wire("all_reduce", size, world).transport() == DIRECT
     for size in (ALL_REDUCE_BYTES, 1 << 30):
-        assert wire("all_reduce", size, world).transport() == PUSH
+        assert wire("all_reduce", size // (world * 16) * world * 16 + world * 16, world).transport() == PUSH
+        assert wire("all_reduce", size // (world * 16) * world * 16 + world * 16 + 2, world).transport() == PLAIN
+
+
+def test_shots_of_an_all_reduce() -> None:
+    """One, until it sends much more than two: of two ranks it never does, and adds up more."""
+    last = {2: 8 << 20, 3: 9 << 17, 4: 1 << 19}
+    for world, size in last.items():
+        found = [wire("all_reduce", each, world).shots for each in (2, size // 2, size, size + 16, 2 * size)]
+        assert found == [1, 1, 1, 2, 2], world
+    assert wire("all_reduce", 1 << 17, 8).shots == 1
+    assert wire("all_reduce", 1 << 18, 8).shots == 2
 
 
 @pytest.mark.parametrize("forced", [None, *IMPLEMENTATIONS, WHOLE])
@@ -79,10 +91,11 @@ def test_parts_that_are_not_whole_loads_are_not_reduced_from_inboxes(kind: str) 
     """A part of a sum lies at a multiple of its size in an inbox, which is read 16 bytes at a time."""
     for bytes_of_a_rank, forced in itertools.product((16 * 1000 + 2, 16 * 1000 + 8), ("fused", "decomposed", WHOLE)):
         assert wire(kind, 4 * bytes_of_a_rank).transport(forced) == (PUSH if kind == "all_gather" else DIRECT)
-    uneven = 4 * ((DIRECT_LIMIT // 4) + 8)
+    limit = ALL_REDUCE_LIMIT if kind == "all_reduce" else DIRECT_LIMIT
+    uneven = 4 * ((limit // 4) + 8)
     assert wire(kind, uneven).transport() == (PUSH if kind == "all_gather" else PLAIN)
     assert wire(kind, uneven).transport("direct") == PLAIN
-    assert wire(kind, DIRECT_LIMIT).transport("direct") == DIRECT
+    assert wire(kind, limit).transport("direct") == DIRECT
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,6 +147,11 @@ def local_uses() -> Iterator[tuple[str, GatherCall | ScatterCall]]:
         yield "sum", ScatterCall(a_parts, b_parts, *options, added=term)
         term = empty(*lead, n, dtype=FP32) if added else None
         yield "wide sum", ScatterCall(a_parts, b_parts, *options, sum_dtype=FP32, added=term)
+    for (lead, n, _), ks in itertools.product(list(products.values())[:-1], ((8,), (0,), (13, 72))):
+        a_parts, b_parts = [empty(*lead, k) for k in ks], [weight(k, n) for k in ks]
+        options = ((), (), [None] * len(ks), "sum", 0, BF16, False, 4, "matmul_all_reduce")
+        yield "whole sum", ScatterCall(a_parts, b_parts, *options)
+    yield "whole sum", collectives.scatter_call(empty(1, 384 * 64), "sum", 4, "all_reduce")
     yield "sum", collectives.scatter_call(empty(384, 64), "sum", 4)
     yield "wide sum", collectives.scatter_call(empty(384, 64, dtype=FP32), "sum", 4)
 
@@ -148,7 +166,7 @@ def test_the_wire_is_the_same_whatever_a_rank_makes_of_a_collective() -> None:
     assert {name: len(wires) for name, wires in found.items()} == dict.fromkeys(calls, 1)
     assert min(calls.values()) >= 5
     wires = [each for wires in found.values() for each in wires]
-    assert len(set(wires)) == len(wires) == 5
+    assert len(set(wires)) == len(wires) == 6
     signatures = {each.signature(transport) for each in wires for transport in (DIRECT, PUSH)}
     assert len(signatures) == 2 * len(wires)
 

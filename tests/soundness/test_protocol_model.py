@@ -2,7 +2,8 @@
 `asynctp_kernels.cuda.gemm.copy_kernels`.
 
 In call e each rank stores its part into slot e % slots of every peer, releases that peer's word (to e and its call's
-signature), then for every peer waits for the word and reads the landed part in two steps. Stores sit in a per-rank
+signature), then for every peer waits for the word and reads the landed part in two steps. An all-reduce in two shots
+does all that again with the sums, which have words and landings of their own. Stores sit in a per-rank
 buffer and reach memory in any order, except that a release goes only after all stores before it. A rank that finds
 another signature in its own epoch, or whose time is up, has failed: its further waits end at once, and give no data.
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-Step = tuple[str, int, int, int]  # what, peer, epoch, signature
+Step = tuple[str, int, int, int, int]  # what, peer, epoch, signature, shot
 Data = tuple[int, int, bool]  # epoch, signature, whether its owner has finished reading it
 Word = tuple[int, int]  # epoch, signature
 State = tuple[
@@ -44,6 +45,9 @@ class Protocol:
     signed: bool = True  # a reader looks at the signature
     stops: bool = True  # who has failed pushes and posts nothing more
     late: bool = False
+    two_shots: tuple[int, ...] = ()  # signatures of the calls that take two
+    own_words: bool = True  # of the second shot
+    sums_need_all: bool = True  # who has not all parts sends no sum
 
     def of(self, rank: int) -> tuple[int, ...]:
         """Its calls."""
@@ -56,9 +60,10 @@ class Protocol:
         awaited = awaited if self.waits_for_all else ring[:1]
         steps: list[Step] = []
         for epoch, call in enumerate(self.of(rank), 1):
-            steps.append(("begin", rank, epoch, call))
-            steps += [(what, peer, epoch, call) for peer in reversed(ring) for what in ("store", "post")]
-            steps += [(what, peer, epoch, call) for peer in awaited for what in ("wait", "read", "read_last")]
+            steps.append(("begin", rank, epoch, call, 0))
+            for shot in range(1 + (call in self.two_shots)):
+                steps += [(what, peer, epoch, call, shot) for peer in reversed(ring) for what in ("store", "post")]
+                steps += [(what, peer, epoch, call, shot) for peer in awaited for what in ("wait", "read", "read_last")]
         return steps
 
 
@@ -93,8 +98,8 @@ def explore(protocol: Protocol) -> Search:
 
 
 class _Model:
-    """State: next step per rank, buffered stores per rank, words [owner, src], data [owner, slot, src], who has failed,
-    and the peers (bits) of which each rank has no data in its call; bit `world` says that it pushes nothing.
+    """State: next step per rank, buffered stores per rank, words [shot, owner, src], data [shot, owner, slot, src], who
+    has failed, and the peers (bits) of which each rank has no data in its call; bit `world`: it pushes nothing.
     """
 
     def __init__(self, protocol: Protocol) -> None:
@@ -103,8 +108,8 @@ class _Model:
         self.start: State = (
             (0,) * world,
             ((),) * world,
-            ((0, 0),) * world**2,
-            ((0, 0, True),) * (world**2 * protocol.slots),
+            ((0, 0),) * (2 * world**2),
+            ((0, 0, True),) * (2 * world**2 * protocol.slots),
             (False,) * world,
             (0,) * world,
         )
@@ -126,31 +131,35 @@ class _Model:
     def describe(self, state: State) -> list[Step]:
         return [program[pc] for pc, program in zip(state[0], self.programs, strict=True) if pc < len(program)]
 
-    def _advances(self, state: State, rank: int, what: str, peer: int, epoch: int, call: int) -> Iterator[State]:
+    def _advances(
+        self, state: State, rank: int, what: str, peer: int, epoch: int, call: int, shot: int
+    ) -> Iterator[State]:
         pcs, buffers, words, data, failed, missing = state
         pcs = _with(pcs, rank, pcs[rank] + 1)
         if what == "begin":
             silent = (failed[rank] and self.p.stops) << self.p.world
             yield pcs, buffers, words, data, failed, _with(missing, rank, silent)
         elif what in ("store", "post"):
-            if not missing[rank] >> self.p.world:
-                buffers = _with(buffers, rank, (*buffers[rank], (what, peer, epoch, call)))
+            if not missing[rank] >> (self.p.world if shot == 0 or not self.p.sums_need_all else 0):
+                if shot and missing[rank]:
+                    raise Broken(f"rank {rank} sends a sum without all parts in call {epoch}")
+                buffers = _with(buffers, rank, (*buffers[rank], (what, peer, epoch, call, shot)))
             yield pcs, buffers, words, data, failed, missing
         elif what == "wait":
-            yield from self._waits((pcs, buffers, words, data, failed, missing), rank, peer, epoch, call)
-        elif missing[rank] >> peer & 1:
+            yield from self._waits((pcs, buffers, words, data, failed, missing), rank, peer, epoch, call, shot)
+        elif missing[rank] >> peer & 1 or (shot and missing[rank]):
             yield pcs, buffers, words, data, failed, missing
         else:
-            at = self._slot(rank, epoch, peer)
+            at = self._slot(rank, epoch, peer, shot)
             if data[at] != (epoch, call, False):
                 raise Broken(f"rank {rank} reads data of call {data[at]} of rank {peer} in call {epoch}, {call}")
             read = _with(data, at, (epoch, call, True)) if what == "read_last" else data
             yield pcs, buffers, words, read, failed, missing
 
-    def _waits(self, state: State, rank: int, peer: int, epoch: int, call: int) -> Iterator[State]:
+    def _waits(self, state: State, rank: int, peer: int, epoch: int, call: int, shot: int) -> Iterator[State]:
         """A wait that is over."""
         *others, failed, missing = state
-        found, signature = others[2][rank * self.p.world + peer]
+        found, signature = others[2][self._word(rank, peer, shot)]
         without = *others, _with(failed, rank, True), _with(missing, rank, missing[rank] | 1 << peer)
         if found == epoch and signature != call and self.p.signed:
             yield without  # type: ignore[misc]
@@ -162,29 +171,34 @@ class _Model:
     def _drains(self, state: State, rank: int) -> Iterator[State]:
         """One buffered store of `rank` reaches memory."""
         pcs, buffers, words, data, failed, missing = state
-        for i, (what, peer, epoch, call) in enumerate(buffers[rank]):
+        for i, (what, peer, epoch, call, shot) in enumerate(buffers[rank]):
             if i > 0 and what == "post" and self.p.releases:
                 continue
             rest = _with(buffers, rank, buffers[rank][:i] + buffers[rank][i + 1 :])
             if what == "post":
-                words_then = _with(words, peer * self.p.world + rank, (epoch, call))
+                words_then = _with(words, self._word(peer, rank, shot), (epoch, call))
                 yield pcs, rest, words_then, data, failed, missing
                 continue
-            at = self._slot(peer, epoch, rank)
-            if not data[at][2] and not self._given_up(state, peer, rank, data[at][0]):
+            at = self._slot(peer, epoch, rank, shot)
+            if not data[at][2] and not self._given_up(state, peer, rank, data[at][0], shot):
                 raise Broken(f"rank {rank} overwrites unread data of call {data[at][0]} at rank {peer} in call {epoch}")
             yield pcs, rest, words, _with(data, at, (epoch, call, False)), failed, missing
 
-    def _given_up(self, state: State, owner: int, src: int, epoch: int) -> bool:
+    def _given_up(self, state: State, owner: int, src: int, epoch: int, shot: int) -> bool:
         """Whether `owner` reads data of `src` no more: it has failed, and is past the wait for that, or has no part."""
         pc, program = state[0][owner], self.programs[owner]
         ahead = program[pc:]
-        reads = [step for step in ahead if step[0].startswith("read") and step[1:3] == (src, epoch)]
-        waits = [step for step in ahead if step[0] == "wait" and step[1:3] == (src, epoch)]
-        return not reads or (state[4][owner] and not waits and bool(state[5][owner] >> src & 1))
+        this = [step for step in ahead if (*step[1:3], step[4]) == (src, epoch, shot)]
+        reads = [step for step in this if step[0].startswith("read")]
+        waits = [step for step in this if step[0] == "wait"]
+        without = state[5][owner] if shot else state[5][owner] >> src & 1
+        return not reads or (state[4][owner] and not waits and bool(without))
 
-    def _slot(self, owner: int, epoch: int, src: int) -> int:
-        return (owner * self.p.slots + epoch % self.p.slots) * self.p.world + src
+    def _word(self, owner: int, src: int, shot: int) -> int:
+        return (shot * self.p.own_words * self.p.world + owner) * self.p.world + src
+
+    def _slot(self, owner: int, epoch: int, src: int, shot: int) -> int:
+        return ((shot * self.p.world + owner) * self.p.slots + epoch % self.p.slots) * self.p.world + src
 
 
 def _with(values: tuple, index: int, value: object) -> tuple:
@@ -198,6 +212,17 @@ LIKE = [(2, (1, 1, 1)), (2, (1, 2, 1, 2, 2)), (3, (1, 2, 1))]
 @pytest.mark.parametrize(("world", "calls"), LIKE)
 def test_protocol_holds_in_every_interleaving(world: int, calls: tuple[int, ...], rank_order: bool) -> None:
     search = explore(Protocol(world, calls, rank_order=rank_order))
+    assert search.states > 100
+    assert search.failed == {(False,) * world}
+
+
+@pytest.mark.parametrize(
+    ("world", "calls", "two_shots"),
+    [(2, (1, 1, 1), (1,)), (2, (1, 2, 1, 2), (1,)), (2, (1, 2, 2, 1), (1, 2)), (3, (1, 1), (1,)), (3, (1, 2), (2,))],
+)
+def test_two_shots_hold_too(world: int, calls: tuple[int, ...], two_shots: tuple[int, ...]) -> None:
+    """By themselves, and among calls of one."""
+    search = explore(Protocol(world, calls, two_shots=two_shots))
     assert search.states > 100
     assert search.failed == {(False,) * world}
 
@@ -222,15 +247,24 @@ def test_unlike_calls_are_found_and_never_read(calls: tuple[tuple[int, ...], ...
     assert all(any(failed) for failed in explore(replace(protocol, late=True)).failed)
 
 
+@pytest.mark.parametrize("two_shots", [(1,), (2,), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("calls", UNLIKE, ids=str)
+def test_unlike_calls_of_two_shots_are_found(calls: tuple[tuple[int, ...], ...], two_shots: tuple[int, ...]) -> None:
+    protocol = Protocol(2, calls, two_shots=two_shots)
+    assert explore(protocol).failed == {(True, True)}
+    assert all(any(failed) for failed in explore(replace(protocol, late=True)).failed)
+
+
 @pytest.mark.parametrize("calls", [((1,), (1,), (2,)), ((1, 3), (2, 3), (1, 3))], ids=str)
 def test_so_they_are_of_three_ranks(calls: tuple[tuple[int, ...], ...]) -> None:
     assert explore(Protocol(3, calls)).failed == {(True, True, True)}
 
 
+@pytest.mark.parametrize("two_shots", [(), (1,)], ids=str)
 @pytest.mark.parametrize("calls", [(1, 1, 1), (1, 2, 1)], ids=str)
-def test_a_wait_that_runs_out_breaks_nothing_for_others(calls: tuple[int, ...]) -> None:
+def test_a_wait_that_runs_out_breaks_nothing_for_others(calls: tuple[int, ...], two_shots: tuple[int, ...]) -> None:
     """Ranks whose waits run out while another is only late."""
-    assert explore(Protocol(2, calls, late=True)).states > 100
+    assert explore(Protocol(2, calls, late=True, two_shots=two_shots)).states > 100
 
 
 @pytest.mark.parametrize(
@@ -243,6 +277,9 @@ def test_a_wait_that_runs_out_breaks_nothing_for_others(calls: tuple[int, ...]) 
         (Protocol(2, ((1,), (2,)), signed=False), "reads data of call"),
         (Protocol(3, ((1, 3), (1, 3), (2, 3)), stops=False), "reads data of call"),
         (Protocol(3, (1, 1, 1), stops=False, late=True), "reads data|overwrites unread data"),
+        (Protocol(2, (2, 1), slots=1, two_shots=(1,)), "overwrites unread data of call"),
+        (Protocol(2, (1,), own_words=False, two_shots=(1,)), "reads data of call"),
+        (Protocol(3, (1,), sums_need_all=False, late=True, two_shots=(1,)), "sends a sum without all parts"),
     ],
     ids=[
         "one slot",
@@ -252,6 +289,9 @@ def test_a_wait_that_runs_out_breaks_nothing_for_others(calls: tuple[int, ...]) 
         "no signature",
         "posts after an unlike call",
         "posts after a wait that ran out",
+        "one slot for two shots after one",
+        "one word for two shots",
+        "a sum without all parts",
     ],
 )
 def test_search_finds_what_each_rule_prevents(broken: Protocol, message: str) -> None:

@@ -377,9 +377,12 @@ def word_of(call: Call, epoch: int) -> int:
     return int(epoch * SIGNATURES.value + call.signature)
 
 
-def data_came(call: Call, pad: int, program: int, epoch: int, src: int) -> Generator[Question | None, None, bool]:
+def data_came(
+    call: Call, pad: int, program: int, epoch: int, src: int, shot: int = 0
+) -> Generator[Question | None, None, bool]:
     """Wait for a rank's word: whether its data is there, and of a call like this one. Time is never up."""
-    word, status = int64(pad + (src * call.MAX_PROGRAMS + program) * 8), int64(call.status_ptr)
+    number = (shot * call.WORLD + src) * call.MAX_PROGRAMS + program
+    word, status = int64(pad + number * 8), int64(call.status_ptr)
     yield lambda: bool(word.value >= epoch * SIGNATURES.value or status.value)
     of_epoch, signature = divmod(word.value, SIGNATURES.value)
     unlike = of_epoch == epoch and signature != call.signature
@@ -464,6 +467,65 @@ def push_reduce_program(call: Call, program: int) -> Steps:
     end_call(call, epoch)
 
 
+def push_all_reduce_program(call: Call, program: int) -> Steps:
+    """`push_all_reduce_kernel`."""
+    yield from begin_call(call, program)
+    dtype, epoch, world, part = call.examples["own_ptr"].dtype, int64(call.epoch_ptr).value + 1, call.WORLD, call.part
+    assert call.slot_bytes >= call.SHOTS * world * call.part_bytes
+    check_landing(call, part * dtype.itemsize)
+    assert part * dtype.itemsize % 16 == 0 or call.SHOTS == 1, "parts begin where every load may"
+    own, out = at(call.own_ptr, (call.size,), dtype), at(call.out_ptr, (call.size,), dtype)
+    landings, pads = _landings(call, epoch), at(call.pads, (world,), torch.int64).tolist()
+
+    def runs(rank: int) -> list[slice]:
+        """This program's of the elements that `rank` adds up."""
+        first = rank * part if call.SHOTS == 2 else 0
+        count = max(0, min(part, call.size - first))
+        blocks = [(start, min(start + call.BLOCK, count)) for start in _from(call, program, count)]
+        return [slice(first + start, first + end) for start, end in blocks]
+
+    def landing(at_rank: int, src: int, shot: int, adder: int) -> Tensor:
+        """Where rank `src` pushes to in a shot, as the elements that `adder` adds up."""
+        start = landings[at_rank] + (shot * world + src) * call.part_bytes
+        first = adder * part * dtype.itemsize if call.SHOTS == 2 else 0
+        return at(start - first, (call.size,), dtype)  # only the part is there
+
+    def post(shot: int) -> Steps:
+        for peer in _others(call, 1):
+            number = (shot * world + call.rank) * call.MAX_PROGRAMS + program
+            int64(pads[peer] + number * 8).value = word_of(call, epoch)
+            yield None
+
+    pushes = call.may_push()
+    for peer in _others(call, 1) if pushes else ():
+        for run in runs(peer):
+            yield from put(landing(peer, call.rank, 0, peer), (yield from look(own, run)), run)
+    if pushes:
+        yield from post(0)
+    came = True
+    for src in _others(call, 1):
+        came &= yield from data_came(call, pads[call.rank], program, epoch, src)
+    for run in runs(call.rank):
+        total = torch.zeros(run.stop - run.start)
+        for src in range(world):
+            source = own if src == call.rank else landing(call.rank, src, 0, call.rank)
+            total += (yield from look(source, run)).float()
+        rounded = (total * call.factor if came else total * nan).to(dtype)
+        yield from put(out, rounded, run)
+        for peer in _others(call, 1) if call.SHOTS == 2 and pushes and came else ():
+            yield from put(landing(peer, call.rank, 1, call.rank), rounded, run)
+    if call.SHOTS == 2:
+        if pushes and came:
+            yield from post(1)
+        for src in _others(call, 1):
+            came &= yield from data_came(call, pads[call.rank], program, epoch, src, 1)
+        for src in _others(call, 1):
+            for run in runs(src):
+                found = yield from look(landing(call.rank, src, 1, src), run)
+                yield from put(out, found if came else found * nan, run)
+    end_call(call, epoch)
+
+
 def _from(call: Call, program: int, size: int) -> range:
     """Where the blocks of one program begin."""
     return range(program * call.BLOCK, size, call.PROGRAMS * call.BLOCK)
@@ -487,6 +549,7 @@ PROGRAMS: dict[str, Callable[[Call, int], Steps]] = {
     "reduce_kernel": reduce_program,
     "push_gather_kernel": push_gather_program,
     "push_reduce_kernel": push_reduce_program,
+    "push_all_reduce_kernel": push_all_reduce_program,
 }
 
 
@@ -508,15 +571,23 @@ def met(launched: Launched) -> None:
 
 
 def landed(launched: Launched, parts: Sequence[Tensor], scales: Sequence[Tensor] = ()) -> None:
-    """A direct kernel, to which the other ranks have pushed their parts, and their scales if any travel."""
+    """A direct kernel, to which the other ranks have pushed their parts, and their scales if any travel.
+
+    Of an all-reduce in two shots `parts` are what the others have of this rank's part, and then all ranks' sums.
+    """
     call = Call(launched)
     epoch = int64(call.epoch_ptr).value + 1
     landing, pad = _landings(call, epoch)[call.rank], at(call.pads, (call.WORLD,), torch.int64)[call.rank].item()
     for src in _others(call, 1):
-        pieces = [(0, raw(parts[src])), *[(call.scales_offset, raw(numbers)) for numbers in scales[src : src + 1]]]
+        sums = [(call.WORLD * call.part_bytes, raw(parts[call.WORLD + src]))] if len(parts) > call.WORLD else []
+        pieces = [
+            (0, raw(parts[src])),
+            *sums,
+            *[(call.scales_offset, raw(numbers)) for numbers in scales[src : src + 1]],
+        ]
         for offset, piece in pieces:
             at(landing + src * call.part_bytes + offset, piece.shape, torch.uint8).copy_(piece)
-    at(int(pad), (call.WORLD * call.MAX_PROGRAMS,), torch.int64).fill_(word_of(call, epoch))
+    at(int(pad), (2 * call.WORLD * call.MAX_PROGRAMS,), torch.int64).fill_(word_of(call, epoch))
     in_order(launched)
 
 

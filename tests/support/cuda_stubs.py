@@ -19,9 +19,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from asynctp_kernels.cuda import moves
 from asynctp_kernels.cuda.gemm import gemm
-from asynctp_kernels.cuda.plans import async_input, direct, gather, gather_transports, scatter, sequential
+from asynctp_kernels.cuda.plans import async_input, collectives, direct, gather, gather_transports, scatter, sequential
 from asynctp_kernels.cuda.plans.gather_call import GatherCall
 from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime import driver, memory, recordings, watch
@@ -505,7 +504,7 @@ def machine(
         Tensor: {"record_stream": lambda tensor, stream: here.kept.append((tensor.data_ptr(), stream.cuda_stream))},
         gemm: {"prepare": here.prepare},
         watch: {"group_store": lambda group: here.store},
-        moves: {"gather_into": here.gather_into},
+        collectives: {"gather_into": here.gather_into},
         async_input: {"matmul": matmul},
         gather: {"matmul": here.matmul},
         scatter: {"prepare": here.prepare, "matmul": here.matmul},

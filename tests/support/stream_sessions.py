@@ -29,7 +29,7 @@ class Op:
     """One call of all ranks.
 
     Attributes:
-        kind: "gather", "scatter", "all reduce", "bulk gather", "bulk scatter", "move gather" or "move scatter".
+        kind: "gather", "scatter", "all reduce", "bulk gather", "bulk scatter", or "move" and one of the first.
         way: the implementation; of bulk calls and of moves, one of the same transport.
         options: of `gather_call` or `scatter_call`.
         stream, group: on which, in which.
@@ -132,6 +132,9 @@ def _scattered(each: Each, calls: Sequence[Any], rank: int) -> list[Tensor]:
         found[0] if isinstance(found, tuple) else whole(found, of_rank(each, peer).way)
         for peer, found in enumerate(calls)
     ]
+    if isinstance(call, tuple) and of_rank(each, rank).kind == "move all reduce":
+        parts = [part.view(call[0].shape) for part in parts]
+        return [torch.cat([_sum(parts, peer) for peer in range(len(parts))]).to(call[0].dtype)]
     if isinstance(call, tuple):
         return [_sum([part.view(call[0].shape) for part in parts], rank).to(call[0].dtype)]
     parts = [part.view(parts[rank].shape) for part in parts]
@@ -229,6 +232,10 @@ class Player:
             assert moved is not None
             return [each for each in moved if each is not None]
         (given,) = operands
+        if op.kind == "move all reduce":
+            total = cuda.Mover(group).all_reduce(given, "sum")
+            assert total is not None
+            return [total]
         part = cuda.Mover(group).scatter(given.view(self.world, -1, given.shape[-1]), "sum")
         assert part is not None
         return [part]

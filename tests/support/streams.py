@@ -37,7 +37,7 @@ import torch
 from asynctp_kernels.cuda import moves
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.tiles import Tiles
-from asynctp_kernels.cuda.plans import gather, gather_transports, scatter
+from asynctp_kernels.cuda.plans import collectives, gather, gather_transports, scatter
 from asynctp_kernels.cuda.runtime import driver, memory
 from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS
 from asynctp_kernels.cuda.runtime.memory import Area, GroupMemory
@@ -224,6 +224,7 @@ class Rank(Machine):
         self.memories: list[GroupMemory] = []
         self.problems: list[str] = []
         self.waits: list[Callable[[], None]] = []
+        self.areas: list[Area] = []
         self.epoch, self.room = 0, {False: SMS, True: SMS}
         self._last_recorded: dict[int, tuple[Work, list[Node]]] = {}
         self._numbers, self._shares, self._moves = itertools.count(201), Counter[str](), Counter[str]()
@@ -343,7 +344,9 @@ class Rank(Machine):
         key = group.group_name, self._shares[group.group_name]
         parts = self.shared.parts.setdefault(key, [torch.zeros(size, dtype=torch.uint8) for _ in range(self.world)])
         peers = [part.data_ptr() for part in parts]
-        return Area(parts[group.rank()], parts, peers, torch.tensor(peers))
+        area = Area(parts[group.rank()], parts, peers, torch.tensor(peers))
+        self.areas.append(area)  # what is enqueued is done later here, also where memory grows
+        return area
 
     def new_stream(self, device: torch.device) -> int:
         return next(self._numbers)
@@ -443,7 +446,8 @@ def rank_of(
             scatter: {"new_tensors": here.new_tensors},
             memory: {"_GRANULE": GRANULE},
             select: {"fused_tiles": lambda *_: tiles, "chunks_for": lambda *_: chunks},
-            moves: {"gather_into": here.gather_into, "register_wait": lambda result, wait: here.waits.append(wait)},
+            collectives: {"gather_into": here.gather_into},
+            moves: {"register_wait": lambda result, wait: here.waits.append(wait)},
             Tensor: {"record_stream": lambda tensor, stream: here.record_stream(tensor, stream)},
         }
         for module, attributes in replaced.items():

@@ -128,13 +128,13 @@ def test_lines() -> None:
     assert_expected_inline(
         "\n".join([bench.HEADER, *map(bench.line, [*ROWS, wrong(ROWS[0], "fused"), absent])]),
         """\
-op         operands            M x K x N                          cuBLAS         + NCCL        in-tree        asynctp runs        eff.  graph  eager  host
-(microseconds, CUDA graph/eager; eff.: bound / ours; graph, eager: the better of NCCL and in-tree / ours)
-gather     bf16                4096x8192x2560                 250/270        480/500        420/440        300/320    fused       0.83   1.40   1.38    40
-gather     bf16                64x8192x2560                    20/40         100/120         90/95          45/50     fused       0.44   2.00   1.90    40
-scatter    fp8                 512x7168x8192                   60/80         160/165                       100/130    fused       0.60   1.60   1.27    55
-gather     bf16                4096x8192x2560                 250/270        480/500        420/440        300/320    fused       0.83   1.40   1.38    40  WRONG: fused (5.0e-01, may be 6.0e-03)
-gather     bf16                128x8192x2560                                 100/120                                                                        asynctp: out of memory""",  # noqa: E501
+op         operands            M x K x N                          cuBLAS         + NCCL        in-tree       one-shot       two-shot        asynctp runs        floor  eff.  graph  eager  host
+(microseconds, CUDA graph/eager; eff.: floor / ours; graph, eager: the best of NCCL and PyTorch's / ours)
+gather     bf16                4096x8192x2560                 250/270        480/500        420/440                                      300/320    fused         250  0.83   1.40   1.38    40
+gather     bf16                64x8192x2560                    20/40         100/120         90/95                                        45/50     fused          20  0.44   2.00   1.90    40
+scatter    fp8                 512x7168x8192                   60/80         160/165                                                     100/130    fused          60  0.60   1.60   1.27    55
+gather     bf16                4096x8192x2560                 250/270        480/500        420/440                                      300/320    fused         250  0.83   1.40   1.38    40  WRONG: fused (5.0e-01, may be 6.0e-03)
+gather     bf16                128x8192x2560                                 100/120                                                                                                             asynctp: out of memory""",  # noqa: E501
     )
 
 
@@ -153,10 +153,10 @@ def test_summary() -> None:
     assert_expected_inline(
         "\n".join(bench.summary(ROWS)),
         """\
-bf16 gather graph: 1.67x the better of cuBLAS + NCCL and in-tree (geometric mean of 2); least 1.40x at M=4096, K=8192, N=2560
-bf16 gather eager: 1.62x the better of cuBLAS + NCCL and in-tree (geometric mean of 2); least 1.38x at M=4096, K=8192, N=2560
-fp8 scatter graph: 1.60x the better of cuBLAS + NCCL and in-tree (geometric mean of 1); least 1.60x at M=512, K=7168, N=8192
-fp8 scatter eager: 1.27x the better of cuBLAS + NCCL and in-tree (geometric mean of 1); least 1.27x at M=512, K=7168, N=8192""",  # noqa: E501
+bf16 gather graph: 1.67x the best of cuBLAS + NCCL and PyTorch's (geometric mean of 2); least 1.40x at M=4096, K=8192, N=2560
+bf16 gather eager: 1.62x the best of cuBLAS + NCCL and PyTorch's (geometric mean of 2); least 1.38x at M=4096, K=8192, N=2560
+fp8 scatter graph: 1.60x the best of cuBLAS + NCCL and PyTorch's (geometric mean of 1); least 1.60x at M=512, K=7168, N=8192
+fp8 scatter eager: 1.27x the best of cuBLAS + NCCL and PyTorch's (geometric mean of 1); least 1.27x at M=512, K=7168, N=8192""",  # noqa: E501
     )
     assert bench.summary([]) == []
 
@@ -330,9 +330,42 @@ def test_nothing_is_plotted_of_nothing(tmp_path: Path) -> None:
 # --- options -----------------------------------------------------------------------------------------------------
 def test_options_by_default() -> None:
     assert vars(bench.parse([])) == {
-        "rows": list(bench.ROWS), "ops": ["gather", "scatter"], "kinds": ["bf16"], "rounds": 7, "all": False,
-        "tune": False, "out": None, "timeout": 1800, "report": None,
+        "rows": list(bench.ROWS), "shapes": None, "ops": ["gather", "scatter", "all_reduce"], "kinds": ["bf16"],
+        "rounds": 7, "all": False, "tune": False, "out": None, "timeout": 1800, "report": None,
     }  # fmt: skip
+
+
+def test_shapes_that_are_asked_for() -> None:
+    """An all-reduce takes any number of rows."""
+    options = bench.parse(["--shapes", "7x64x48,16x32x80"])
+    found = {
+        (op, *(arguments.get("a_shard") or arguments["a_parts"][0])["shape"])
+        for op, arguments in bench.calls(options, 4)
+    }
+    assert found == {
+        ("all_gather_matmul", 4, 32), ("matmul_reduce_scatter", 16, 32), ("matmul_all_reduce", 7, 64),
+        ("matmul_all_reduce", 16, 32),
+    }  # fmt: skip
+
+
+def test_all_reduces_have_peers_of_their_own() -> None:
+    """PyTorch's all-reduces over symmetric memory, of one plain matmul; the best of all counts."""
+    timings = {"nccl": timing(40), "oneshot": timing(30), "twoshot": timing(36), "asynctp": timing(20)}
+    assert row("all_reduce", **timings).speedup("graph") == pytest.approx(30 / 20)
+    made = {kind: bench.built_in("all_reduce", kind, 8, 16, 16, 1) for kind in ("bf16", "fp8")}
+    with mock.patch.multiple(bench, world_group=mock.Mock(return_value=mock.Mock(group_name="tp"))):
+        plain, scaled = (bench.Call(*each, torch.device("cpu")) for each in made.values())
+    shared = torch.zeros(8 * 16 * 2, dtype=torch.uint8)
+    with (
+        mock.patch.multiple(bench, symmetric_empty=lambda size, device: shared, symmetric_rendezvous=mock.DEFAULT),
+        mock.patch.object(bench, "world_group"),
+        mock.patch.object(torch.ops, "symm_mem", mock.Mock(two_shot_all_reduce_=lambda total, how, group: total)),
+    ):
+        (total,) = plain.variant("twoshot")()
+    assert total.data_ptr() == shared.data_ptr()
+    assert torch.equal(total, torch.mm(plain.a_parts[0], plain.bs[0]))
+    with pytest.raises(NotImplementedError, match="only a plain matmul"):
+        scaled.variant("oneshot")()
 
 
 def test_tuning_needs_all() -> None:
@@ -344,7 +377,9 @@ def test_tuning_needs_all() -> None:
     ("given", "said"),
     [
         (["--kinds", "bf16,fp4"], "--kinds 'fp4' is not valid; it must be of bf16, fp8, fp8-rowwise, fp8-precise, "),
-        (["--ops", "reduce"], "--ops 'reduce' is not valid; it must be of gather, scatter"),
+        (["--ops", "reduce"], "--ops 'reduce' is not valid; it must be of gather, scatter, all_reduce"),
+        (["--shapes", "64x128"], "--shapes '64x128' is not valid; it must be MxKxN, as 16x2048x8192"),
+        (["--shapes", "1x2x3", "--rows", "4"], "--rows is not valid with --shapes, which have them"),
         (["--rows", "many"], "argument --rows: invalid value 'many'; it must be numbers, as 512,2048"),
         (["--rows", "64,0"], "--rows 0 is not valid; it must be at least 1"),
         (["--rounds", "0"], "--rounds 0 is not valid; it must be at least 1"),
@@ -404,6 +439,7 @@ def test_bad_options_start_no_rank(given: list[str], tmp_path: Path, capsys: pyt
 COMMANDS = [
     [],
     ["--rows", "64,512", "--ops", "scatter", "--kinds", "fp8,bf16", "--rounds", "3"],
+    ["--shapes", "1x2048x8192,7x64x64", "--ops", "all_reduce"],
     ["--all", "--out", "results", "--timeout", "60"],
     ["--tune"],
     ["--report", "reports.jsonl", "--tune", "--rounds", "3"],
@@ -429,7 +465,7 @@ def test_the_recorded_command_measures_the_same(given: list[str]) -> None:
     program, name, ranks, count, *rest = bench.command(options).split()
     assert (program, name, ranks, count) == ("asynctp", "bench", "--ranks", "4")
     again = bench.parse(rest)
-    for measured in ("report", "rows", "ops", "kinds", "rounds", "all", "tune"):
+    for measured in ("report", "rows", "shapes", "ops", "kinds", "rounds", "all", "tune"):
         assert getattr(again, measured) == getattr(options, measured)
 
 

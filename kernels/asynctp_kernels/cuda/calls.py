@@ -14,15 +14,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
 from asynctp_kernels.compat import group_resolver
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.explanation import explain_all_reduce, explain_gather, explain_scatter
 from asynctp_kernels.cuda.groups import in_step, memory_for
 from asynctp_kernels.cuda.implementations import OwnProgram, make_plan
-from asynctp_kernels.cuda.moves import Mover, all_gather, check_or_skip, check_taking_part
+from asynctp_kernels.cuda.moves import Mover, check_or_skip, check_taking_part
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
 from asynctp_kernels.cuda.plans.gather_call import GatherArguments, GatherCall
 from asynctp_kernels.cuda.plans.scatter_call import ReduceArguments, ScatterCall, as_rows, flat, nonunit
@@ -81,8 +78,6 @@ def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any
 def run_reduce(call: ReduceArguments, check: CheckCall, program: Program) -> Any:
     """reduce_scatter(Σ a @ b + added, scatter_dim), or all_reduce of that sum; arguments as for `run_gather`.
 
-    An all-reduce is a scatter of the rows, then an all-gather of them.
-
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
@@ -110,21 +105,16 @@ def run_reduce(call: ReduceArguments, check: CheckCall, program: Program) -> Any
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:
-        part = in_step(memory, plan.run, *operands)
+        sums = in_step(memory, plan.run, *operands)
     elif isinstance(plan, OwnProgram):
         return program(call, Mover(group))
     else:
-        part = plan.run(*operands)
-    return _all_rows(part, call.a_parts[0], group) if whole else part
+        sums = plan.run(*operands)
+    a = call.a_parts[0]
+    return sums.view(*a.shape[:-1], sums.shape[-1]) if whole and a.ndim != 2 else sums
 
 
 def _plan(call: ReduceArguments, memory: GroupMemory) -> Any:
     facts = ScatterCall.of(call, memory.world)
     op, explain = ("scatter", explain_scatter) if call.scatter_dim is not None else ("all_reduce", explain_all_reduce)
     return in_step(memory, make_plan, op, facts, memory, explain(facts, memory.table))
-
-
-def _all_rows(part: Tensor, a: Tensor, group: ProcessGroup) -> Tensor:
-    """All ranks' rows of the result of a call whose first operand is `a`."""
-    rows = all_gather(part, group)
-    return rows if a.ndim == 2 else rows.view(*a.shape[:-1], part.shape[-1])

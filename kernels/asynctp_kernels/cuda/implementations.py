@@ -9,6 +9,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from asynctp_kernels.cuda.choose import cost
 from asynctp_kernels.cuda.choose.implementation import Choice, Implementation
 from asynctp_kernels.cuda.legality import (
@@ -37,8 +39,9 @@ from asynctp_kernels.cuda.legality import (
     sum_without_bias,
     whole_in_cublas_blocks,
 )
+from asynctp_kernels.cuda.plans.collectives import all_gather
 from asynctp_kernels.cuda.plans.decomposed import DecomposedGather, DecomposedScatter
-from asynctp_kernels.cuda.plans.direct import DirectGather, DirectScatter
+from asynctp_kernels.cuda.plans.direct import DirectAllReduce, DirectGather, DirectScatter
 from asynctp_kernels.cuda.plans.fused import FusedGather, FusedScatter
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_call import GatherCall
@@ -154,28 +157,41 @@ SCATTERS: tuple[Implementation[ScatterCall], ...] = (
 )
 
 
-# --- all-reduces: a scatter of rows, then NCCL's all-gather; or NCCL's all-reduce, which the caller calls -----------
+# --- all-reduces: a scatter of rows, then NCCL's all-gather; one kernel; or NCCL's own, which the caller calls -------
+class ThenAllGather:
+    """The plan of a scatter of rows, and NCCL's all-gather of them."""
+
+    def __init__(self, scatter: ScatterPlan) -> None:
+        self.scatter, self.name, self.uses_memory = scatter, scatter.name, scatter.uses_memory
+
+    def run(self, *operands: Any) -> Tensor:
+        """The whole sum."""
+        return all_gather(self.scatter.run(*operands), self.scatter.memory.group)
+
+
+def _fused_all_reduce(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ThenAllGather:
+    return ThenAllGather(_fused_scatter(call, memory, choice))
+
+
+def _decomposed_all_reduce(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ThenAllGather:
+    return ThenAllGather(_decomposed_scatter(call, memory, choice))
+
+
+def _direct_all_reduce(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan:
+    return DirectAllReduce(call, memory)
+
+
 _ANY_ROWS = (group_has_kernels, arguments_are_known, rows_are_divisible, something_to_multiply)
 
 ALL_REDUCES: tuple[Implementation[ScatterCall], ...] = (
-    Implementation(
-        "fused",
-        (*_ANY_ROWS, *_FUSED_SCATTER),
-        cost.then_all_gather(cost.fused),
-        _fused_scatter,
-    ),
+    Implementation("fused", (*_ANY_ROWS, *_FUSED_SCATTER), cost.then_all_gather(cost.fused), _fused_all_reduce),
     Implementation(
         "decomposed",
         (*_ANY_ROWS, *_DECOMPOSED_SCATTER),
         cost.then_all_gather(cost.decomposed),
-        _decomposed_scatter,
+        _decomposed_all_reduce,
     ),
-    Implementation(
-        "direct",
-        (*_ANY_ROWS, *_DIRECT_SCATTER),
-        cost.then_all_gather(cost.direct),
-        _direct_scatter,
-    ),
+    Implementation("direct", (*_ANY, *_DIRECT_SCATTER), cost.direct_all_reduce, _direct_all_reduce),
     Implementation("sequential", (), cost.as_one_all_reduce(cost.sequential), _own_program),
     Implementation("whole", (), None, _own_program),
 )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import gather_into, register_wait
+from asynctp_kernels.compat import register_wait
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN, PUSH
 from asynctp_kernels.cuda.groups import in_step, memory_for
@@ -19,6 +19,8 @@ from asynctp_kernels.cuda.plans.collectives import (
     BulkScatter,
     CopiedGather,
     DirectSum,
+    DirectTotal,
+    all_gather,
     gather_call,
     scatter_call,
 )
@@ -28,13 +30,6 @@ from asynctp_kernels.cuda.runtime.memory import GroupMemory
 
 Check = Callable[[], None]
 T = TypeVar("T")
-
-
-def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
-    """All ranks' shards, joined along dim 0 in rank order: contiguous. By NCCL, in order on the current stream."""
-    whole = shard.new_empty((group.size() * shard.shape[0], *shard.shape[1:]))
-    gather_into(whole, shard.contiguous(), group)
-    return whole
 
 
 class Mover:
@@ -79,8 +74,17 @@ class Mover:
 
     def all_reduce(self, partial: Tensor, reduce_op: str) -> Tensor | None:
         """The sum of all ranks' tensors."""
-        if partial.numel() % self.world or partial.numel() == 0:
+        memory = memory_for(self.group, partial.device)
+        if memory is None or partial.numel() == 0:
             return None
+        row = partial.view(1, -1)
+        call = scatter_call(row, reduce_op, self.world, "all_reduce")
+        transport = call.wire.transport(select.requested())
+        if transport == PLAIN:
+            return None
+        if transport == DIRECT:
+            plan = _planned(memory, ("all_reduce", reduce_op, *keys_of(row)), lambda: DirectTotal(call, memory))
+            return in_step(memory, plan.reduce, row).view(partial.shape)
         part = self._part(partial.view(self.world, -1), reduce_op, "all_reduce")
         return None if part is None else all_gather(part.view(-1), self.group).view(partial.shape)
 

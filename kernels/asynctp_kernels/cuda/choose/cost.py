@@ -7,8 +7,8 @@ The terms are named below; their values were measured (`Rates`):
     decomposed   max(copies, matmul in parts) + ends                     cuBLAS per range of a rank's rows
     fused        max(copies, our matmul) + ends                          one GEMM
 
-An all-reduce is a scatter by one of these and then NCCL's all-gather (`then_all_gather`); sequential, it is one
-collective of NCCL's (`as_one_all_reduce`).
+An all-reduce is a scatter by one of these and then NCCL's all-gather (`then_all_gather`); direct, it is one kernel
+(`direct_all_reduce`), and sequential, one collective of NCCL's (`as_one_all_reduce`).
 """
 
 from __future__ import annotations
@@ -210,6 +210,11 @@ def as_one_all_reduce(scatter: Estimate) -> Estimate:
         return scatter(replace(problem, op="scatter"), rates, sms) + _second_half(problem, rates)
 
     return estimate
+
+
+def direct_all_reduce(problem: Problem, rates: Rates, sms: int) -> float:
+    """cuBLAS on the whole and one kernel, which moves what a scatter does, and as many bytes again."""
+    return direct(replace(problem, op="scatter"), rates, sms) + problem.wire_bytes / rates.direct
 
 
 def _second_half(problem: Problem, rates: Rates) -> float:

@@ -40,9 +40,14 @@ DIRECT_LIMIT = 64 << 20  # bytes of one slot: what arrives from all ranks togeth
 #: bytes of a gather's result, or of what a rank's part of a reduction is a part of, up to which `direct` is faster.
 #: Source: `measured.json`, in which of 612 gathers and scatters over 2 and 4 GPUs 27 are on the other side.
 DIRECT_BYTES = 8 << 20
+#: bytes of an all-reduce up to which it may be `direct`: two shots land as many bytes again
+ALL_REDUCE_LIMIT = DIRECT_LIMIT // 2
+#: of a direct all-reduce in one shot: its bytes, at most, and how many more a rank sends than in two shots, at most.
+#: Source: `docs/results/2026-11-27-h100x4`, over 2 and 4 ranks, where these are 8 MB and 512 KB
+ONE_SHOT_BYTES, ONE_SHOT_EXTRA = 8 << 20, 3 << 18
 #: bytes of an all-reduce from which a scatter that overlaps, and NCCL's all-gather, are faster than NCCL's all-reduce.
-#: Source: 4 x H200, 2026-11-20: 17 MB take 158 us instead of 146, 67 MB 430 instead of 537.
-ALL_REDUCE_BYTES = 32 << 20
+#: Source: 4 x H200, 2026-11-20: 67 MB take 430 us instead of 537. Up to here `direct` is faster than both
+ALL_REDUCE_BYTES = ALL_REDUCE_LIMIT
 _SIGNATURES = 1 << 31
 DIRECT_SIGNATURES = 1 << 16  # `copy_kernels.SIGNATURES`
 
@@ -54,7 +59,7 @@ class Wire:
     Attributes:
         kind: "all_gather", "reduce_scatter" or "all_reduce".
         world: Ranks of the group.
-        bytes: Of one rank's shard, or of its part of the sum.
+        bytes: Of one rank's shard, of its part of the sum, or of an all-reduce's sum.
         dtype: Of what is summed; None of a gather, which only moves bytes.
         reduce_op: "sum" or "avg"; "" of a gather.
         number_bytes: Of the float32 numbers that travel with a shard.
@@ -77,11 +82,11 @@ class Wire:
         return PULL if found == PUSH and self.kept else found
 
     def _transport(self, forced: str | None) -> str:
-        whole = self.bytes * self.world
+        whole, limit = self.whole, ALL_REDUCE_LIMIT if self.kind == "all_reduce" else DIRECT_LIMIT
         sums = self.dtype is not None
-        if self.bytes == 0 or self.bytes >= INT32_LIMIT or (sums and self.dtype not in SUMMED_DTYPES):
+        if whole == 0 or whole // self.world >= INT32_LIMIT or (sums and self.dtype not in SUMMED_DTYPES):
             return PLAIN
-        fits, even = whole <= DIRECT_LIMIT, not sums or self.bytes % 16 == 0
+        fits, even = whole <= limit, not sums or whole % (16 * self.world) == 0
         if forced is None and IS_INTERPRETED:  # nothing is fast: what has most to show
             forced = "fused"
         if forced is not None:
@@ -90,10 +95,21 @@ class Wire:
                 wanted = DIRECT
             return PLAIN if wanted == DIRECT and not fits else wanted
         if self.kind == "all_reduce" and whole < ALL_REDUCE_BYTES:
-            return PLAIN
+            return DIRECT
         if whole <= DIRECT_BYTES or not even:
             return DIRECT if fits else PLAIN
         return PUSH
+
+    @property
+    def whole(self) -> int:
+        """Bytes of what is gathered, or of what each rank has to be summed up."""
+        return self.bytes if self.kind == "all_reduce" else self.bytes * self.world
+
+    @property
+    def shots(self) -> int:
+        """How often the data of a direct all-reduce travels: all to all at once, or parts, and then their sums."""
+        extra = (self.world - 1) * (self.world - 2) * self.bytes // self.world
+        return 1 if self.bytes <= ONE_SHOT_BYTES and extra <= ONE_SHOT_EXTRA else 2
 
     @property
     def told(self) -> str:

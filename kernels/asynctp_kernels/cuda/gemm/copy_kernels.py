@@ -16,9 +16,10 @@ There a rank R writes over the data of call e - 2, which is never too early for 
     R starts call e only after its call e - 1 ended, which waited for the words of *every* peer, P's included;
     P released its word of call e - 1 only after P's call e - 2 had ended, so after P's last read of that slot.
 
-With one slot, R could overwrite what P still reads: in call e - 1 P may be a whole call behind. All that is explored by
-`tests/soundness/test_protocol_model.py`. The epoch is a word in device memory that the last program of a call advances,
-so a replayed CUDA graph goes on counting.
+With one slot, R could overwrite what P still reads: in call e - 1 P may be a whole call behind. An all-reduce in two
+shots has words and landings for each of them; both words of a call come before its end, so the same holds. All that is
+explored by `tests/soundness/test_protocol_model.py`. The epoch is a word in device memory that the last program of a
+call advances, so a replayed CUDA graph goes on counting.
 
 Memory order: the stores of a slice are joined by a CTA barrier and released (scope sys) by the word; the reader
 acquires the word (scope sys), and a CTA barrier hands that to its other threads. See `asynctp_kernels.signals`.
@@ -34,7 +35,16 @@ import triton.language as tl
 
 from asynctp_kernels.cuda.gemm.gemm_kernels import await_word
 from asynctp_kernels.numerics import exact_f32, round_to
-from asynctp_kernels.signals import post_word, record_unlike, wait_exactly, wait_word
+from asynctp_kernels.signals import (
+    none_failed,
+    peers_of,
+    post_word,
+    post_words,
+    record_unlike,
+    see_words,
+    wait_exactly,
+    wait_word,
+)
 
 #: of direct calls: a word holds an epoch and one of so many
 SIGNATURES = tl.constexpr(1 << 16)
@@ -87,8 +97,8 @@ def data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited):
 
 @triton.jit
 def may_push(status_ptr):
-    """Whether no wait of this rank has failed."""
-    return tl.load(status_ptr) == 0
+    """Whether no wait of this rank has failed; all threads of a program agree."""
+    return none_failed(status_ptr)
 
 
 @triton.jit(do_not_specialize=["signature", "rank"])
@@ -369,6 +379,145 @@ def push_reduce_kernel(
             total += exact_f32(tl.load(source + where, mask=index < size, other=0.0))
         total = tl.where(came, total * factor, float("nan"))
         tl.store(out_ptr + index, round_to(total, out_ptr.dtype.element_ty), mask=index < size)
+    end_call(epoch_ptr, epoch, done_ptr, doing_ptr, PROGRAMS)
+
+
+@triton.jit
+def all_came(
+    pad, first, epoch, signature, timeout_ns, status_ptr, awaited, rank, WORLD: tl.constexpr, STRIDE: tl.constexpr
+):
+    """As `data_came`, of all peers: 1 or 0, the same in all threads. Rank r's word is `pad + first + r * STRIDE`."""
+    posted = epoch * SIGNATURES
+    came = see_words(pad + first, posted + signature, posted + SIGNATURES, rank, STRIDE, WORLD)
+    if came == 0:  # a peer is late, or makes another call
+        came = came + 1
+        for step in tl.static_range(1, WORLD):
+            src = (rank + step) % WORLD
+            word = pad + first + src * STRIDE
+            came = came & data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited).to(tl.int32)
+    return came
+
+
+@triton.jit
+def sum_of_ranks(own, others, part_bytes, index, size, came, factor, rank, WORLD: tl.constexpr):
+    """fp32 sum in rank order, times `factor`, of elements `index` below `size`; NaN where data did not come.
+
+    own: pointer to this rank's part, of which `others`, an address, has that of rank 0.
+    """
+    dtype = own.dtype.element_ty
+    here = index < tl.where(came != 0, size, 0)
+    total = tl.zeros(index.shape, dtype=tl.float32)
+    for src in tl.static_range(WORLD):
+        source = tl.multiple_of((others + src * part_bytes).to(tl.pointer_type(dtype)), 16)
+        if src == rank:
+            source = own
+        total += exact_f32(tl.load(source + index, mask=here, other=0.0))
+    return tl.where(here, total * factor, float("nan"))
+
+
+@triton.jit(do_not_specialize=["awaited", "signature", "rank"])
+def push_all_reduce_kernel(
+    own_ptr,
+    out_ptr,
+    size,
+    part,
+    buffers,
+    pads,
+    slot_bytes,
+    part_bytes,
+    epoch_ptr,
+    done_ptr,
+    doing_ptr,
+    timeout_ns,
+    status_ptr,
+    awaited,
+    signature,
+    factor,
+    rank,
+    WORLD: tl.constexpr,
+    SHOTS: tl.constexpr,
+    LANES: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All-reduce of `size` elements: fp32 sum in rank order, times `factor`, rounded once. `out` may be `own`.
+
+    SHOTS 1: every rank gets all that the others have, and adds. A `part` is the whole.
+    SHOTS 2: rank r adds the elements from r * `part` on, and sends their sum to the others. Of the last ranks there may
+    be fewer, or none. A part begins at a multiple of 16 bytes, so sums may be loaded and stored in as wide runs.
+
+    The same bits come out of both, and on all ranks. A program has one run of blocks in every part, and waits only for
+    programs of its number. What goes to all others, and what comes, is loaded at once: LANES are the ranks, and as many
+    more as make a power of two.
+
+    Words of sums come after those of parts, and their landings after those of parts. A slot is free for both by the
+    same argument, since a rank posts sums before its call ends.
+    """
+    begin_call(doing_ptr, signature)
+    pid = tl.program_id(0)
+    epoch = tl.load(epoch_ptr) + 1
+    slot = (epoch % 2) * slot_bytes
+    table = buffers.to(tl.pointer_type(tl.int64))
+    pad_table = pads.to(tl.pointer_type(tl.int64))
+    dtype = own_ptr.dtype.element_ty
+    blocks = tl.cdiv(part, BLOCK)
+    peers, others = peers_of(pad_table, rank, WORLD)
+    pad = tl.load(pad_table + rank)
+    parts = tl.arange(0, LANES)
+    others_of_part = parts != rank
+    firsts = parts.to(tl.int64) * part
+    counts = tl.minimum(part, size - firsts)  # of the ranks that there are not, 0 or less
+    bases = tl.load(table + parts, mask=parts < WORLD, other=0)
+    word = epoch * SIGNATURES + signature
+
+    pushes = may_push(status_ptr)
+    for block in range(pid, tl.where(pushes, blocks, 0), PROGRAMS):
+        index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        if SHOTS == 1:
+            values = tl.load(own_ptr + index, mask=index < size)
+            for step in tl.static_range(1, WORLD):
+                landing = tl.load(table + (rank + step) % WORLD) + slot + rank * part_bytes
+                landing = tl.multiple_of(landing.to(tl.pointer_type(dtype)), 16)
+                tl.store(landing + index, values, mask=index < size)
+        else:
+            landings = (bases + slot + rank * part_bytes).to(tl.pointer_type(dtype))
+            landings = tl.multiple_of(landings, 16)[:, None] + index[None, :]
+            mask = (index[None, :] < counts[:, None]) & others_of_part[:, None]
+            values = tl.load(own_ptr + firsts[:, None] + index[None, :], mask=mask)
+            tl.store(landings, values, mask=mask)
+    pushed = pushes.to(tl.int32)
+    post_words(peers, others, (rank * MAX_PROGRAMS + pid) * 8, word, pushed)
+    came = all_came(pad, pid * 8, epoch, signature, timeout_ns, status_ptr, awaited, rank, WORLD, MAX_PROGRAMS * 8)
+
+    landed = tl.load(table + rank) + slot
+    first = tl.cast(rank, tl.int64) * part if SHOTS == 2 else tl.zeros((), tl.int64)
+    count = tl.minimum(part, size - first)
+    for block in range(pid, blocks, PROGRAMS):
+        index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        total = sum_of_ranks(own_ptr + first, landed, part_bytes, index, count, came, factor, rank, WORLD)
+        total = round_to(total, dtype)
+        tl.store(out_ptr + first + index, total, mask=index < count)
+        if SHOTS == 2:
+            mask = index < tl.where((pushed & came) != 0, count, 0)
+            for step in tl.static_range(1, WORLD):
+                landing = tl.load(table + (rank + step) % WORLD) + slot + (WORLD + rank) * part_bytes
+                landing = tl.multiple_of(landing.to(tl.pointer_type(dtype)), 16)
+                tl.store(landing + index, total, mask=mask)
+    if SHOTS == 2:
+        offset = ((WORLD + rank) * MAX_PROGRAMS + pid) * 8
+        post_words(peers, others, offset, word, pushed & came)
+        came = came & all_came(
+            pad, (WORLD * MAX_PROGRAMS + pid) * 8, epoch, signature, timeout_ns, status_ptr, awaited, rank, WORLD,
+            MAX_PROGRAMS * 8,
+        )  # fmt: skip
+        sums = (landed + (WORLD + parts) * part_bytes).to(tl.pointer_type(dtype))
+        for block in range(pid, blocks, PROGRAMS):
+            index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            mask = (index[None, :] < counts[:, None]) & others_of_part[:, None]
+            there = tl.multiple_of(sums, 16)[:, None] + index[None, :]
+            values = tl.load(there, mask=mask & (index[None, :] < tl.where(came != 0, size, 0)), other=float("nan"))
+            tl.store(out_ptr + firsts[:, None] + index[None, :], values, mask=mask)
     end_call(epoch_ptr, epoch, done_ptr, doing_ptr, PROGRAMS)
 
 

@@ -6,7 +6,7 @@
                reducer:      wait for all parts (stream memory operations), add → reduced
 
 A rank that multiplies what is gathered, and one that does not, make one call: both push, and each does with what comes
-what it likes. Of few bytes both run the direct kernels (`DirectGather`, `DirectSum`).
+what it likes. Of few bytes both run the direct kernels (`DirectGather`, `DirectSum`, `DirectTotal`).
 
 Pushed ones return at once, with a result that is complete after `done`: `_c10d_functional.wait_tensor` makes the
 current stream wait for that, as for any functional collective. They leave the SMs to others, but for copies by few CTAs
@@ -20,9 +20,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from asynctp_kernels.compat import gather_into
 from asynctp_kernels.cuda.choose.tiles import in_blocks
-from asynctp_kernels.cuda.plans.direct import DirectScatter
+from asynctp_kernels.cuda.plans.direct import DirectAllReduce, DirectScatter
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, untold
@@ -148,6 +150,31 @@ class DirectSum(DirectScatter):
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         self.move(stream, call)
+
+
+class DirectTotal(DirectAllReduce):
+    """all_reduce(whole) by one kernel; `whole` stays as it is."""
+
+    cublas = False
+
+    def reduce(self, whole: Tensor) -> Tensor:
+        """Enqueue everything, and let the stream wait for it."""
+        whole, out = aligned(whole), self.new_output()
+        self.make(driver.current_stream(self.device_index), ScatterTensors((), (), (), (), (), None, whole, out, []))
+        return out
+
+    def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
+        return call
+
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
+        self.move(stream, call)
+
+
+def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' shards, joined along dim 0 in rank order: contiguous. By NCCL, in order on the current stream."""
+    whole = shard.new_empty((group.size() * shard.shape[0], *shard.shape[1:]))
+    gather_into(whole, shard.contiguous(), group)
+    return whole
 
 
 def gather_call(shard: Tensor, numbers: Tensor | None, world: int, kept: bool) -> GatherCall:

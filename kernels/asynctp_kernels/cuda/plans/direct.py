@@ -5,13 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from asynctp_kernels.cuda.choose.wire import DIRECT
-from asynctp_kernels.cuda.gemm.copy_kernels import push_gather_kernel, push_reduce_kernel
+from asynctp_kernels.cuda.gemm.copy_kernels import push_all_reduce_kernel, push_gather_kernel, push_reduce_kernel
 from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors, ShardSizes, block_for
 from asynctp_kernels.cuda.plans.scatter import WholeScatter
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.plans.scatter_call import Operands, ScatterCall, ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import align, aligned, grid, prepare
 from asynctp_kernels.cuda.runtime.memory import DIRECT_PROGRAMS, GroupMemory
+
+#: of an all-reduce: bytes that a program moves at a time to or from a rank, and to or from all; its warps, by shots
+LARGEST_RUN, LEAST_RUN, LARGEST_MOVE = 1 << 14, 1 << 12, 1 << 16
+WARPS = {1: 8, 2: 16}
 
 
 class DirectGather(WholeGather):
@@ -92,6 +96,52 @@ class DirectScatter(WholeScatter):
         }
         self.launch = prepare(push_reduce_kernel, programs, args, constants, 8)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
+
+    def move(self, stream: int, call: ScatterTensors) -> None:
+        self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])
+
+
+class DirectAllReduce(WholeScatter):
+    """One kernel that pushes and adds, in one shot or two: the whole sum, in the place of the matmuls."""
+
+    name = "direct"
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+        super().__init__(call, memory)
+        wire, world, itemsize = call.wire, memory.world, call.wire_dtype.itemsize
+        size, shots = wire.bytes // itemsize, wire.shots
+        # parts of whole loads, cut by the number of bytes alone
+        part = size if shots == 1 else -(-wire.bytes // (16 * world)) * 16 // itemsize
+        part_bytes = align(part * itemsize)
+        area, words = memory.direct(part_bytes * world * shots)
+        self.signature = signature = memory.signature(wire, DIRECT)
+        lanes = 1 << (world - 1).bit_length()
+        run = min(LARGEST_RUN, LARGEST_MOVE // lanes)
+        while run > LEAST_RUN and part_bytes < run * DIRECT_PROGRAMS:
+            run //= 2
+        block = run // itemsize
+        programs = grid(-(-part // block), DIRECT_PROGRAMS)
+        like = call.a_parts[0].new_empty(self.staging_shape, dtype=self.wire_dtype)
+        args = [
+            like, like, size, part, area.table.data_ptr(), words.table.data_ptr(), area.size // 2, part_bytes,
+            memory.epoch, memory.direct_done, memory.doing, memory.bound, memory.status, signature, signature,
+            self.factor, memory.rank,
+        ]  # fmt: skip
+        constants = {
+            "WORLD": world,
+            "SHOTS": shots,
+            "LANES": lanes,
+            "MAX_PROGRAMS": DIRECT_PROGRAMS,
+            "PROGRAMS": programs,
+            "BLOCK": block,
+        }
+        self.launch = prepare(push_all_reduce_kernel, programs, args, constants, WARPS[shots])
+        self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
+        self.new_output = self.new_staging
+
+    def tensors(self, operands: Operands) -> ScatterTensors:
+        place = self.new_staging()
+        return ScatterTensors(*operands, place, place, self.new_extras())
 
     def move(self, stream: int, call: ScatterTensors) -> None:
         self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])

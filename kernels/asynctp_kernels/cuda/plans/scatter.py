@@ -5,7 +5,7 @@
                  rows runs on a stream of its own, beside the end of the GEMM
     decomposed   cuBLAS, one matmul per range of a destination's rows; the copy engine pushes each after its    push
                  matmul
-    direct       cuBLAS on the whole, then one kernel that pushes and reduces                                    direct
+    direct       cuBLAS on the whole, then one kernel that pushes and reduces; of all-reduces, too               direct
     sequential   cuBLAS on the whole, then NCCL                                                                  plain
 
 The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. But for NCCL the sum over

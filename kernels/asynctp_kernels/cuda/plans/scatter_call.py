@@ -100,10 +100,11 @@ class ScatterCall:
     @property
     def wire(self) -> Wire:
         """The facts of it that all ranks share."""
-        layout = self.layout
-        kind = "all_reduce" if self.unscaled_op.endswith("all_reduce") else "reduce_scatter"
-        size = layout.rows * layout.cols * self.wire_dtype.itemsize
-        return Wire(kind, self.world, size, self.wire_dtype, self.reduce_op)
+        if self.unscaled_op.endswith("all_reduce"):
+            kind, size = "all_reduce", self.rows * self.b_parts[0].shape[1]
+        else:
+            kind, size = "reduce_scatter", self.layout.rows * self.layout.cols
+        return Wire(kind, self.world, size * self.wire_dtype.itemsize, self.wire_dtype, self.reduce_op)
 
     @property
     def op(self) -> str:
@@ -140,7 +141,7 @@ class ScatterCall:
     @property
     def is_empty(self) -> bool:
         """Nothing is multiplied."""
-        return self.layout.rows == 0 or self.layout.cols == 0 or any(b.shape[0] == 0 for b in self.b_parts)
+        return self.rows == 0 or any(0 in b.shape for b in self.b_parts)
 
     @property
     def recipes(self) -> list[Recipe | None]:

@@ -5,7 +5,7 @@ graph capture:
 
     box       an inbox, of pushed data, by source, but for the own            [from rank 0 | from rank 1 | ...]
               or an outbox, the own shard, which peers pull                   [shard | its scales]
-    direct    both direct kernels: two slots of landings, epochs              see `copy_kernels`
+    direct    the direct kernels: two slots of landings, epochs               see `copy_kernels`
 
 A box is a bounded buffer of depth one, with an int32 word per peer and direction that a stream can wait for:
 
@@ -532,9 +532,9 @@ class GroupMemory:
         return area
 
     def direct(self, slot_bytes: int) -> tuple[Area, Area]:
-        """The landings of the direct kernels, two slots of at least `slot_bytes`, and their words."""
+        """The landings of the direct kernels, two slots of at least `slot_bytes`, and their words, of two shots."""
         area = self.require("direct", 2 * slot_bytes)
-        return area, self.require("direct words", self.world * DIRECT_PROGRAMS * 8)
+        return area, self.require("direct words", 2 * self.world * DIRECT_PROGRAMS * 8)
 
 
 def _bound_s(group: ProcessGroup) -> float:

@@ -1,0 +1,103 @@
+"""Direct all-reduces on ranks of this host, interpreted: values, bits, and memory that nobody has written."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from typing import Any
+
+import pytest
+from op_cases import BF16, FP16, FP32
+from ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+#: rows, columns: of any size, with parts that no rank has, or that end within 16 bytes
+SHAPES = ((1, 1), (1, 8), (3, 7), (5, 200), (16, 64), (2, 4100))
+
+
+def _shots(rank: int, world: int, seed: int) -> list[str]:
+    """Both ways, of all dtypes and shapes, back to back, with ranks that come late: what was wrong."""
+    import torch
+    import torch.distributed as dist
+    from asynctp_kernels import cuda
+    from asynctp_kernels.cuda.choose import wire
+    from asynctp_kernels.cuda.runtime.memory import existing_memory
+
+    from asynctp_passes import ops
+
+    group, wrong, late = dist.group.WORLD, [], random.Random(seed + rank)
+    calls = list(itertools.product(SHAPES, (BF16, FP16, FP32), ("sum", "avg")))
+    random.Random(seed).shuffle(calls)
+    for number, ((rows, cols), dtype, how) in enumerate(calls):
+        drawn = [torch.Generator().manual_seed(1000 * seed + number * world + peer) for peer in range(world)]
+        a, b = ([torch.randn(*size, generator=each).to(dtype) for each in drawn] for size in ((rows, 16), (16, cols)))
+        total = torch.zeros(rows, cols)
+        for left, right in zip(a, b, strict=True):
+            total += (left.float() @ right.float()).to(dtype).float()
+        wanted = (total * (1 / world if how == "avg" else 1)).to(dtype)
+        product = (a[rank].float() @ b[rank].float()).to(dtype)
+        for limit, moved in ((0, False), (1 << 30, False), (0, True)):
+            wire.ONE_SHOT_BYTES = limit
+            existing = existing_memory(group)
+            if existing is not None:
+                existing.plans.clear()
+            if late.random() < 0.1:
+                time.sleep(late.random() * 0.05)
+            with cuda.forced("direct"):
+                if moved:
+                    found = cuda.run_bulk_all_reduce(product, how, group, lambda: None)
+                else:
+                    found = ops.matmul_all_reduce(a[rank], b[rank], group=group, reduce_op=how)
+            if found is None or not torch.equal(found, wanted):
+                wrong.append(f"{rows}x{cols} {dtype} {how}, one shot up to {limit}, moved: {moved}")
+        if number % 5 == 0:  # nothing is read that a call did not write
+            dist.barrier()
+            for name, area in existing_memory(group).areas.items():
+                if "words" not in name:
+                    area.memory.fill_(0xFF)
+            dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_shot_and_two_give_the_same_bits(world: int) -> None:
+    """Those of a sum in rank order, rounded once, on every rank."""
+    found: list[Any] = run_ranks(world, _shots, 3)
+    assert found == [[]] * world
+
+
+def _posted_after_its_data(rank: int, world: int) -> bool:
+    """A rank is slow before it posts, and after; its sums come late then, and its parts."""
+    import torch
+    import torch.distributed as dist
+    from asynctp_kernels import cuda
+    from asynctp_kernels.cuda.choose import wire
+    from asynctp_kernels.cuda.gemm import copy_kernels
+
+    real, good = copy_kernels.post_words, True
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.01)
+        real(*args)
+        time.sleep(0.01)
+
+    for limit, slow in itertools.product((0, 1 << 30), range(world)):
+        wire.ONE_SHOT_BYTES = limit
+        copy_kernels.post_words = slowly if rank == slow else real
+        with cuda.forced("direct"):
+            for number in range(3):
+                given = torch.full((33 + limit % 2, 8 + slow), float(rank + number), dtype=BF16)
+                found = cuda.run_bulk_all_reduce(given, "sum", dist.group.WORLD, lambda: None)
+                wanted = sum(peer + number for peer in range(world))
+                good &= found is not None and bool((found == wanted).all())
+        copy_kernels.post_words = real
+        dist.barrier()
+        cuda.release(dist.group.WORLD)
+        dist.barrier()
+    return good
+
+
+def test_a_word_is_posted_only_after_its_parts_or_sums() -> None:
+    assert run_ranks(3, _posted_after_its_data) == [True] * 3
