@@ -500,7 +500,11 @@ def test_tune_speaks_of_tune(
         assert cli.main(["tune", "--rows", "64"]) == 3
     with mock.patch.object(cli, "_start_ranks", return_value=0):
         assert cli.main(["tune", "--rounds", "0"]) == 2
-    for arguments in (["--rows", "63"], ["--kinds", "fp4"], ["--report", str(tmp_path / "none.jsonl")]):
+    for arguments in (
+        ["--ops", "gather", "--rows", "63"],
+        ["--kinds", "fp4"],
+        ["--report", str(tmp_path / "none.jsonl")],
+    ):
         assert cli.main(["tune", *arguments]) == 2
     monkeypatch.setenv("ASYNCTP_TUNING_TABLE", str(tmp_path))
     with pytest.raises(SystemExit):
