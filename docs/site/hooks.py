@@ -1,4 +1,4 @@
-"""What mkdocs is told beyond its settings: links that leave `docs`, pages that search leaves out, and a last check."""
+"""Hooks of mkdocs: pages for the examples, links to them, and a check of the built site."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links to the repository's other files around: examples to their pages, others to plain text."""
+    """Point links to `examples` at the pages of their sources, and keep raw results out of the search."""
     source = page.file.src_uri
     if source.startswith(("results/", "code/")):
         page.meta["search"] = {"exclude": True}
@@ -38,8 +38,6 @@ def _inside(found: re.Match[str], folder: str, source: str) -> str:
         return f"]({_relative('examples.md', source)})"
     if target.startswith("examples/") and target.endswith(".py"):
         return f"]({_relative(f'code/{Path(target).stem}.md', source)})"
-    if (ROOT / target / "README.md").is_file() and target.startswith("docs/"):
-        return f"]({found[1].rstrip('/')}/README.md)"
     return found[0]
 
 
