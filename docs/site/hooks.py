@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages for the examples, links to them, and a check of the built site."""
+"""Hooks of mkdocs: pages for the examples, links that leave `docs`, and a check of the built site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-_LINK = re.compile(r"\]\((?!https?://|#)([^)\s#]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"(!?\[[^\]]*\])\((?!https?://|#)([^)\s#]+)(?:#[^)\s]*)?\)")
 _LOADED = re.compile(r"""<(?:script|link|img)\b[^>]*\s(?:src|href)=["']?(?:https?:)?//[^>]*""")
 
 
@@ -25,20 +25,22 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to `examples` at the pages of their sources, and keep raw results out of the search."""
+    """Lead links to examples to their pages, take links to other files out, and keep raw results out of the search."""
     source = page.file.src_uri
     if source.startswith(("results/", "code/")):
         page.meta["search"] = {"exclude": True}
     return _LINK.sub(lambda found: _inside(found, posixpath.join("docs", posixpath.dirname(source)), source), markdown)
 
 
-def _inside(found: re.Match[str], folder: str, source: str) -> str:
-    target = posixpath.normpath(posixpath.join(folder, found[1]))
+def _inside(link: re.Match[str], folder: str, source: str) -> str:
+    target = posixpath.normpath(posixpath.join(folder, link[2]))
+    if target.startswith("docs/"):
+        return link[0]
     if target == "examples":
-        return f"]({_relative('examples.md', source)})"
-    if target.startswith("examples/") and target.endswith(".py"):
-        return f"]({_relative(f'code/{Path(target).stem}.md', source)})"
-    return found[0]
+        return f"{link[1]}({_relative('examples.md', source)})"
+    if target.startswith("examples/"):
+        return f"{link[1]}({_relative(f'code/{Path(target).stem}.md', source)})"
+    return link[1].strip("[]")  # mkdocs would leave a link to nowhere, and not even warn
 
 
 def _relative(page: str, source: str) -> str:
