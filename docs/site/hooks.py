@@ -40,7 +40,7 @@ def _inside(link: re.Match[str], folder: str, source: str) -> str:
         return f"{link[1]}({_relative('examples.md', source)})"
     if target.startswith("examples/"):
         return f"{link[1]}({_relative(f'code/{Path(target).stem}.md', source)})"
-    return link[1].strip("[]")  # mkdocs would leave a link to nowhere, and not even warn
+    return link[1].strip("[]")  # else the site has a link to nowhere
 
 
 def _relative(page: str, source: str) -> str:
