@@ -232,9 +232,11 @@ def register_matmul(
 
     Args:
         op: The op: an overload, or a packet that has one only (`torch.ops._C.cutlass_scaled_mm`).
-        a, b: Names of the arguments that are the operands.
+        a: Name of the argument that is the left operand.
+        b: Name of the argument that is the right operand.
         bias: Name of the argument that is the bias.
-        a_scale, b_scale: Names of the arguments that are the scales; both, or none.
+        a_scale: Name of the argument that is the scale of `a`; given with `b_scale`, or not at all.
+        b_scale: Name of the argument that is the scale of `b`.
         out: Name of the argument that the op writes its result to, when it returns none. Such an op is understood as
             functionalization leaves it in a compiled graph: inside of `auto_functionalized`.
         b_transposed: `b` is `[N, K]`, as in a linear layer.

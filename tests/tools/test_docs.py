@@ -6,9 +6,11 @@ import os
 import re
 from pathlib import Path
 
+import asynctp_kernels
 import pytest
 from scripts import run_script
 
+import asynctp_passes
 from asynctp_passes.config import RUNTIME_VARIABLES, Config
 from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
 from asynctp_passes.tools import reason_programs
@@ -18,6 +20,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_OUTPUT = re.compile(r"^```\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_PLACE = re.compile(r"\S+\.py:\d+")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _PAGES_THAT_RUN = sorted(
     [
@@ -93,16 +97,28 @@ def test_every_page_is_in_the_index() -> None:
     assert {page for page in DOCS.rglob("*.md") if page.name != "README.md"} <= linked
 
 
+def test_api_page_has_every_public_name() -> None:
+    named = re.findall(r"^::: (\S+)$", (DOCS / "reference" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    public = {f"{module.__name__}.{name}" for module in (asynctp_passes, asynctp_kernels) for name in module.__all__}
+    assert public <= set(named)
+    assert len(named) == len(set(named))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_code_compiles(page: Path) -> None:
     compile(_code(page), _name(page), "exec")
 
 
 @pytest.mark.parametrize("page", _PAGES_THAT_RUN, ids=_name)
-def test_code_runs(page: Path, tmp_path: Path) -> None:
+def test_code_runs_and_prints_the_output_shown(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "page.py"
+    blocks = _OUTPUT.findall(page.read_text(encoding="utf-8"))
+    if blocks:  # a report that comes from Inductor's cache says so
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     script.write_text(_code(page), encoding="utf-8")
-    run_script(script, cwd=tmp_path)
+    printed = _PLACE.sub("", run_script(script, cwd=tmp_path)).splitlines()
+    shown = [_PLACE.sub("", line) for block in blocks for line in block.splitlines()]
+    assert [line for line in shown if line not in printed and line != "..."] == []
 
 
 @pytest.mark.parametrize(

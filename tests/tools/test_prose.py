@@ -1,0 +1,114 @@
+"""The pages of `docs` are plain English: short sentences, one parenthesis in each, and the words of the glossary.
+
+A page that does not pass yet is in `FAULTS` with their number, which only falls. `python tests/tools/test_prose.py`
+prints the list anew, and with the name of a page its faults.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if "results" not in page.parts)
+
+FAULTS: dict[str, int] = {
+    "explanation/agreement-of-ranks.md": 9,
+    "explanation/bucketed-all-reduces.md": 9,
+    "explanation/how-a-chain-is-proven.md": 101,
+    "explanation/protocol.md": 2,
+    "explanation/whole-steps.md": 94,
+    "how-to/benchmark-and-tune.md": 24,
+    "how-to/custom-ops.md": 9,
+    "how-to/fail-ci-on-a-miss.md": 6,
+    "how-to/my-fusion-did-not-apply.md": 22,
+    "how-to/profile.md": 10,
+    "how-to/serve.md": 21,
+    "how-to/train.md": 11,
+    "reference/config.md": 33,
+    "reference/implementations.md": 2,
+    "reference/ops.md": 17,
+    "reference/reasons.md": 47,
+    "reference/recipes.md": 23,
+    "reference/report.md": 11,
+    "reference/support.md": 54,
+}
+WORDS = {
+    "'behind' (after)": r"\bbehind\b",
+    "'likewise'": r"\blikewise\b",
+    "'hide' (overlap)": r"\bhid(?:e|es|den|ing)?\b",
+    "'product' (matmul)": r"\bproducts?\b",
+    "'regather' (rematerialize)": r"\bregather\w*",
+    "'bundle' (bucket)": r"\bbundles?\b",
+}
+_NO_PROSE = re.compile(r"^```.*?^```|^ {4}.*?$|^:::.*?$|^\|[-:| ]+\|$", re.MULTILINE | re.DOTALL)
+_BLOCKS = re.compile(r"\n\s*\n|\n(?=#|\s*[-*|] |\s*\d+\. |\|)|(?<=[^\\])\||^#.*$", re.MULTILINE)
+
+
+def sentences(markdown: str) -> Iterator[str]:
+    """Sentences of paragraphs, items of lists and cells of tables. Code in a line counts as one word."""
+    for block in _BLOCKS.split(_NO_PROSE.sub("", markdown)):
+        text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`+[^`]+`+", "CODE", block))
+        text = re.sub(r"[*_]{2}|^\s*(?:[-*]|\d+\.) ", "", " ".join(text.split()))
+        yield from re.split(r"(?<=[.?!]) ", text)
+
+
+def faults(markdown: str) -> list[str]:
+    """Faults of a page, each with its sentence."""
+    found = []
+    for sentence in sentences(markdown):
+        words = len(re.findall(r"[^\W_]\S*", sentence))
+        kinds = [f"{words} words"] if words > 25 else []
+        kinds += ["more than one parenthesis"] if sentence.count("(") > 1 else []
+        kinds += ["begins with 'What'"] if re.match(r"What\b.*\.$", sentence) else []
+        kinds += [kind for kind, word in WORDS.items() if re.search(word, sentence, re.IGNORECASE)]
+        found += [f"{kind}: {sentence}" for kind in kinds]
+    return found
+
+
+def faults_of(page: str) -> list[str]:
+    return faults((DOCS / page).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_has_as_many_faults_as_are_known(page: str) -> None:
+    found = faults_of(page)
+    assert len(found) == FAULTS.get(page, 0), f"fewer: lower its number in FAULTS; more: mend {found}"
+
+
+def test_known_pages_exist_and_have_faults() -> None:
+    assert set(FAULTS) <= set(PAGES)
+    assert all(FAULTS.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("word " * 26, "26 words"),
+        ("A sum (of two) and one (of three).", "more than one parenthesis"),
+        ("What is gathered is a shard.", "begins with 'What'"),
+        ("| x | It runs behind the matmul. |", "'behind' (after)"),
+        ("- Scatters likewise.", "'likewise'"),
+        ("Two products.", "'product' (matmul)"),
+    ],
+)
+def test_fault_is_found(text: str, kind: str) -> None:
+    assert [fault.split(":")[0] for fault in faults(text)] == [kind]
+
+
+def test_code_and_questions_are_no_faults() -> None:
+    sentence = "What is a shard? `f(x)(y)` (of `g(behind)`)."
+    blocks = "```python\n# behind\n```\n\n    likewise"
+    assert faults("\n\n".join([sentence, blocks, "Word. " * 30])) == []
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(*faults_of(sys.argv[1]), sep="\n")
+    else:
+        counts = {page: len(faults_of(page)) for page in PAGES}
+        print(*(f'    "{page}": {count},' for page, count in counts.items() if count), sep="\n")
