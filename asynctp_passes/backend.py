@@ -165,6 +165,8 @@ class AsyncTPPass(_OwnPass):
         with contained("store the report with the compiled graph"):
             _send_with_cache_entry(report)
         _publish(report, self.config, before, graph)
+        if report.phase == "backward":
+            picture.warn_of_nothing(self.config, backward=True)
 
 
 class RematerializePass(_OwnPass):

@@ -484,6 +484,12 @@ def size_of(tensor: torch.Tensor) -> int:
     return _local(tensor).numel()
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None for one of inference mode, of which nobody counts that."""
+    local = _local(tensor)
+    return None if local.is_inference() else local._version
+
+
 def is_precompiled(compiled: object) -> bool:
     """True for a compiled function that torch can store in a file; it has to stay as it is."""
     from torch._dynamo import aot_compile_types
@@ -638,6 +644,8 @@ def graph_breaks() -> list[str]:
 
 def compiled_functions() -> int:
     """How many graphs the backends of torch.compile have compiled in this process; not the one under way."""
+    if "torch._dynamo" not in sys.modules:
+        return 0
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
@@ -646,6 +654,11 @@ def compiled_functions() -> int:
 def has_peers() -> bool:
     """Whether there is a process group of more than one rank."""
     return any(size_of_group(name) > 1 for name in process_group_names())
+
+
+def had_process_group() -> bool:
+    """There is a process group, or was one, for which torch puts its own hook for uncaught exceptions in place."""
+    return bool(process_group_names()) or sys.excepthook.__module__ == "torch.distributed.distributed_c10d"
 
 
 def inductor_mode_options(mode: str | None) -> dict[str, Any]:

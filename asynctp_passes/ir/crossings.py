@@ -3,7 +3,8 @@
     all_gather -> views -> result of the graph          input of the graph -> views -> left operand of a matmul
     matmul     -> views -> result of the graph          input of the graph -> views -> reduce_scatter, all_reduce
 
-Where a tensor of the left column is one of the right column in another graph, a chain lies in two graphs.
+Where a tensor of the left column is one of the right column in another graph, a chain lies in two graphs. A matmul
+that looks like a weight's gradient is left out: what reduces it in another graph is data parallelism.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import describe, module_of, reachable, source_of, subgraphs_of, tensor_of, traits_of
 from asynctp_passes.ir.op_traits import WHOLE, View
-from asynctp_passes.ir.read import feeds_left_operand, is_matmul
+from asynctp_passes.ir.read import contracts_rows, feeds_left_operand, is_matmul
 from asynctp_passes.ir.sizes import product, same
 
 __all__ = ["Crossing", "crossings_of", "multiplied_by", "product_of"]
@@ -64,12 +65,13 @@ def crossings_of(graph: fx.Graph, unfused: Iterable[Collective]) -> tuple[Crossi
     """
     found, collectives = list[Crossing](), list(unfused)
     matmuls = [node for node in graph.nodes if is_matmul(node)]
+    makers = [node for node in matmuls if not contracts_rows(node)]
     for index, node in compat.program_outputs(graph).items():
         made_of = _from(node)
         for gather in (one for one in collectives if one.kind == "all_gather"):
             if made_of.intersection(gather.results) and _as_large(node, gather.node):
                 found.append(_of_collective(True, index, gather, gather.node))
-        if maker := next((one for one in matmuls if one in made_of and _as_large(node, one)), None):
+        if maker := next((one for one in makers if one in made_of and _as_large(node, one)), None):
             found.append(_of_matmul(True, index, maker, maker))
     for node, index in compat.program_inputs(graph).items():
         becomes = _into(node)

@@ -36,13 +36,15 @@ class _Half:
         ended: Place and reason of the graph break at which that graph ended; empty where its function returned.
         fused: Chains that are fused in that graph.
         size: Elements of the tensor.
+        version: How often it had been changed in place; None where nobody counts that.
     """
 
     crossing: Crossing
     graph: str
     ended: str
     fused: int
-    size: int
+    size: int = 0
+    version: int | None = None
 
 
 _lock = threading.Lock()
@@ -89,16 +91,24 @@ class Border:
         leaving = [one for one in first.crossings if one.leaves] if first is not None else []
         if first is None or not leaving or compat.is_precompiled(compiled):
             return compiled
-        halves = [_Half(one, first.graph, self._ended, len(first.fused), 0) for one in leaving]
+        halves = [_Half(one, first.graph, self._ended, len(first.fused)) for one in leaving]
         return _Marking(compiled, halves)
 
 
 def _half_of(tensor: torch.Tensor) -> _Half | None:
-    """The half of a chain that a tensor is all of."""
+    """The half of a chain that a tensor is all of, as it left its graph: nothing has changed it in place since then."""
     with _lock:
+        if not _left:
+            return None
         storage, half = _left.get(compat.Storage(tensor).number, (None, None))
-    known = storage is not None and storage.lives and half is not None and half.size == compat.size_of(tensor)
+    known = storage is not None and storage.lives and half is not None and _as_left(half) == _as_left(tensor)
     return half if known else None
+
+
+def _as_left(one: _Half | torch.Tensor) -> tuple[int, int | None]:
+    if isinstance(one, _Half):
+        return one.size, one.version
+    return compat.size_of(one), compat.version_of(one)
 
 
 def _are_halves(before: Crossing, after: Crossing) -> bool:
@@ -131,7 +141,8 @@ class _Marking:
                 tensor = whole[half.crossing.index] if half.crossing.index < len(whole) else None
                 if isinstance(tensor, torch.Tensor):
                     storage = compat.Storage(tensor)
-                    _left[storage.number] = storage, replace(half, size=compat.size_of(tensor))
+                    size, version = _as_left(tensor)
+                    _left[storage.number] = storage, replace(half, size=size, version=version)
 
 
 def across_report(report: Report, pairs: Sequence[tuple[_Half, Crossing]]) -> Report:

@@ -19,6 +19,7 @@ from asynctp_passes.ir.read import called_name, is_matmul, read_collectives
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.deviations import Ballot
+from asynctp_passes.planning.legality import is_named_for_data
 from asynctp_passes.planning.plan import Plan, ballots_of, outcome_of, untouched
 from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED
 from asynctp_passes.reasons import NO_MATMUL, OUTSIDE_GRAPH, Outcome
@@ -59,14 +60,15 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, left_out: Mapping[tup
         ballots=(*ballots_of(plan), *agreed),
         notes=(*torch_notes.notes(graph, phase), *ranks_differ),
         matmuls=sum(map(is_matmul, graph.nodes)),
-        crossings=() if phase == "backward" else crossings_of(graph, _unfused(plan.decisions)),
+        crossings=() if phase == "backward" else crossings_of(graph, _unfused(plan.decisions, config)),
     )
 
 
-def _unfused(decisions: Sequence[Decision]) -> list[Collective]:
-    """The collectives that may have their matmul in another graph."""
+def _unfused(decisions: Sequence[Decision], config: Config) -> list[Collective]:
+    """The collectives that may have their matmul in another graph, of groups that are not left alone."""
     apart = (OUTSIDE_GRAPH, NO_MATMUL)
-    return [one.candidate.collective for one in decisions if one.refusal is not None and one.refusal.reason in apart]
+    alone = [one.candidate for one in decisions if one.refusal is not None and one.refusal.reason in apart]
+    return [one.collective for one in alone if config.groups != "auto" or not is_named_for_data(one)]
 
 
 def _plan_digest(remarks: Sequence[Remark], buckets: Sequence[Bucketed]) -> str:

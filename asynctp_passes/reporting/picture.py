@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -104,9 +106,16 @@ class Picture:
     def forget(self) -> None:
         """Begin anew."""
         with self._lock:
-            self._worst: dict[tuple[str, str, bool], Report] = {}
+            self._worst: dict[tuple[str, str, str, bool], Report] = {}
+            self._names: dict[str, str] = {}
             self._graphs = self._from_cache = self._functions = self._multiplying = 0
             self._warned = self._distributed = False
+            self._before = compat.compiled_functions()
+
+    def begin_in_child(self) -> None:
+        """Begin anew in a process that was forked, perhaps while another thread held the lock."""
+        self._lock = threading.Lock()
+        self.forget()
 
     def note_function(self, distributed: bool) -> None:
         """A function is given to the backend. distributed: DTensors are among its inputs and parameters."""
@@ -122,7 +131,9 @@ class Picture:
                 self._from_cache += report.from_cache
                 self._multiplying += report.matmuls > 0
             function = report.graph.partition("/")[0] if "/" in report.graph else f"graph {len(self._worst)}"
-            key = (function, report.phase, across)
+            if (known := compat.compiled_function()) is not None:
+                self._names[function] = known.name  # numbers begin anew after torch._dynamo.reset()
+            key = (function, self._names.get(function, ""), report.phase, across)
             worst = self._worst.get(key)
             if worst is None or _badness(report) >= _badness(worst):
                 self._worst[key] = report
@@ -147,8 +158,13 @@ class Picture:
             calls=_by_op(calls_made()),
         )
 
-    def warn_of_nothing(self, config: Config) -> None:
-        """Warn, once, that graphs multiply and none has a collective next to a matmul, in a group of ranks."""
+    def warn_of_nothing(self, config: Config, backward: bool = False) -> None:
+        """Warn, once, that graphs multiply and none has a collective next to a matmul, in a group of ranks.
+
+        Args:
+            config: The configuration.
+            backward: A backward was compiled just now, and no function.
+        """
         enough = 1 if config.expect else _GRAPHS_BEFORE_A_WARNING
         with self._lock:
             if self._warned or self._multiplying < enough:
@@ -157,10 +173,11 @@ class Picture:
             if any(report.fused or report.missed for report in reports) or not compat.has_peers():
                 return
             self._warned = True
-            count, functions, distributed = self._multiplying, self._functions, self._distributed
-        causes = _causes([remark for report in reports for remark in report.remarks], functions, distributed)
+            count, distributed = self._multiplying, self._distributed
+            elsewhere = compat.compiled_functions() - self._before - self._functions + (not backward)
+        causes = _causes([remark for report in reports for remark in report.remarks], elsewhere, distributed)
         log.warning(
-            "asynctp: nothing to fuse: %s multiply, and none has a collective next to a matmul%s. %s "
+            "asynctp: nothing to fuse: %s multiply, and none has a collective next to a matmul so far%s. %s "
             "asynctp_passes.summary() has the whole picture",
             *(_many(count, "graph"), f" (expect={config.expect})" if config.expect else ""),
             " ".join(f"({number}) {cause}." for number, cause in enumerate(causes, 1)),
@@ -185,7 +202,7 @@ def _by_module(remarks: Iterable[Remark]) -> dict[str, dict[str, int]]:
     return {module: dict(counts) for module, counts in sorted(found.items())}
 
 
-def _causes(remarks: list[Remark], functions: int, distributed: bool) -> list[str]:
+def _causes(remarks: list[Remark], elsewhere: int, distributed: bool) -> list[str]:
     """Why no collective is next to a matmul, as far as it can be seen here; at least one cause."""
     causes = []
     if breaks := compat.graph_breaks():
@@ -204,8 +221,8 @@ def _causes(remarks: list[Remark], functions: int, distributed: bool) -> list[st
             "No DTensor comes in, and no graph communicates: the model was not parallelized, or no key of the plan for "
             "parallelize_module matched a module; torch warns of such keys"
         )
-    if (others := compat.compiled_functions() - max(functions - 1, 0)) > 0:
-        causes.append(f"{_many(others, 'graph')} went to another backend of torch.compile")
+    if elsewhere > 0:
+        causes.append(f"{_many(elsewhere, 'graph')} went to another backend of torch.compile")
     return causes
 
 
@@ -224,10 +241,20 @@ picture = Picture()
 def require_at_exit(fused: int, missed: int) -> None:
     """Have the process end with exit status 1, and say why, where `Summary.require` raises at its end.
 
-    An exception in a function that runs at exit would leave the status as it is. Processes that a rank starts as
-    helpers, and that compile nothing and have no process group, are left alone.
+    An exception in a function that runs at exit would leave the status as it is. Processes that compile nothing and
+    never had a process group are left alone where another process started them, or where they started others: helpers
+    of a rank, and the launcher of ranks. A process that is forked from a rank is a helper, too.
     """
     atexit.register(_end, fused, missed)
+    multiprocessing.util.register_after_fork(picture, functools.partial(_require_of_child, (fused, missed)))
+
+
+def _require_of_child(required: tuple[int, int], inherited: Picture) -> None:
+    """Have a process of `multiprocessing` end likewise: functions for its exit do not run where it was forked."""
+    inherited.begin_in_child()
+    waive()
+    if not compat.had_process_group():
+        multiprocessing.util.Finalize(None, _end, args=required, exitpriority=0)
 
 
 def waive() -> None:
@@ -236,9 +263,16 @@ def waive() -> None:
 
 
 def _end(fused: int, missed: int) -> None:
-    found = picture.summary()
-    if multiprocessing.parent_process() is not None and not found.graphs and not compat.process_group_names():
-        return
+    found, error = picture.summary(), sys.exc_info()[1]
+    if error is not None and not (isinstance(error, SystemExit) and not error.code):
+        return  # the process fails for a reason of its own
+    if not found.graphs and not compat.had_process_group():
+        if multiprocessing.parent_process() is not None:
+            return
+        if multiprocessing.Process().name != "Process-1":  # they are numbered
+            told = "this process compiled nothing and has no process group; those that it started answer for themselves"
+            print(f"ASYNCTP_REQUIRE: {told}", file=sys.stderr)
+            return
     try:
         found.require(fused, missed)
     except ExpectError as error:

@@ -214,6 +214,41 @@ def test_memory_that_is_used_again_is_another_tensor() -> None:
     assert missed() == []
 
 
+def weight_gradient(x: Tensor, gradient: Tensor) -> Tensor:
+    return x.t() @ gradient
+
+
+def test_a_weights_gradient_that_another_graph_reduces() -> None:
+    """In one graph it is left alone, too (ATP009)."""
+    gradient = compiled(weight_gradient, strict="zero")(X, torch.ones(4, 8))
+    compiled(lambda g: all_reduce(g, "sum", dist.group.WORLD) / 2, strict="zero")(gradient)
+    assert missed() == []
+    torch._dynamo.reset()
+    activation = compiled(lambda x: x @ W)(X)
+    compiled(lambda y: all_reduce(y, "sum", dist.group.WORLD) / 2)(activation)
+    assert [remark.name for remark in missed()] == ["MATMUL_IN_ANOTHER_GRAPH"]
+
+
+def test_a_group_that_is_named_for_data_parallelism() -> None:
+    group = dist.new_group([0, 1], group_desc="mesh_dp")
+    product = compiled(lambda x: x @ W)
+    reduced = compiled(lambda y: all_reduce(y, "avg", group), strict="zero")
+    with torch.no_grad():
+        reduced(product(X))
+    assert missed() == []
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="ATP120"):
+        compiled(lambda y: all_reduce(y, "sum", group), strict="zero", groups=[group])(product(X))
+
+
+@pytest.mark.parametrize("change", [Tensor.relu_, lambda h: h.copy_(torch.ones(8, 16)), lambda h: h[1:].zero_()])
+def test_a_tensor_that_is_changed_between_two_graphs(change: Callable[[Tensor], Tensor]) -> None:
+    h = compiled(gathered)(X)
+    change(h)
+    compiled(lambda h: h @ W, strict="zero")(h)
+    assert missed() == []
+
+
 # --- nothing to fuse ----------------------------------------------------------------------------------------------
 def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 32, bias=False))
@@ -233,8 +268,24 @@ def test_a_model_that_is_not_parallel(caplog: pytest.LogCaptureFixture) -> None:
         torch._dynamo.reset()
         compiled(model)(torch.ones(count, 32))
     (warning,) = warnings_of(caplog)
-    assert "3 graphs multiply, and none has a collective next to a matmul" in warning or "graphs multiply" in warning
+    assert "3 graphs multiply, and none has a collective next to a matmul so far" in warning
     assert "No DTensor comes in" in warning
+    assert "another backend" not in warning
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_graphs_of_another_backend_are_counted_since_the_picture_began(
+    others: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.compile(lambda x: x - 1, backend="eager")(X)
+    asynctp_passes.clear_reports()
+    for number in range(others):
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(number + 2))
+    compiled(lambda x: x @ W + 2, expect=1)(X)
+    (warning,) = warnings_of(caplog)
+    assert (f"{others} graphs went to another backend" in warning) == (others > 0)
+    assert ("another backend" in warning) == (others > 0)
 
 
 def test_linears_that_are_compiled_each_by_itself(caplog: pytest.LogCaptureFixture) -> None:
@@ -247,6 +298,18 @@ def test_linears_that_are_compiled_each_by_itself(caplog: pytest.LogCaptureFixtu
     (warning,) = warnings_of(caplog)
     assert "(expect=1)" in warning
     assert "DTensors come in, and no graph communicates: the hooks of parallelize_module do" in warning
+
+
+def test_backward_graphs_count_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Two linears have two graphs, and two more in training."""
+    model = two_layers()
+    for index in (0, 2):
+        model[index].forward = compiled(model[index].forward)
+    loss = model(torch.ones(4, 32)).sum()
+    assert warnings_of(caplog) == []
+    loss.backward()
+    (warning,) = warnings_of(caplog)
+    assert "another backend" not in warning
 
 
 def test_no_warning_where_something_is_fused_or_there_are_no_peers(caplog: pytest.LogCaptureFixture) -> None:
@@ -305,6 +368,14 @@ def test_torch_logs_knows_the_package() -> None:
     assert "1 of 1 chains fused, 0 missed" in ran.stderr
 
 
+def test_the_summary_counts_functions_that_are_compiled_after_a_reset() -> None:
+    """Dynamo numbers them from 0 again."""
+    compiled(lambda x: gathered(x) @ W)(X)
+    torch._dynamo.reset()
+    compiled(lambda x: gathered(x) @ W + 1)(X)
+    assert asynctp_passes.summary().fused == 2
+
+
 def test_the_summary_shows_what_is_missed_and_where_graphs_break() -> None:
     compiled(gather_break_matmul)(X)
     found = asynctp_passes.summary()
@@ -342,6 +413,56 @@ def test_a_requirement_at_exit(required: str, status: int) -> None:
     )
     assert (ran.returncode, ran.stdout) == (status, "done\n"), ran.stderr
     assert ("ASYNCTP_REQUIRE: asynctp: 1 chains are fused" in ran.stderr) == (status == 1)
+
+
+RANKS = """
+import multiprocessing
+import sys
+import torch
+from torch.distributed._functional_collectives import all_gather_tensor
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import asynctp_passes
+
+def program(x):
+    return all_gather_tensor(x, 0, dist.group.WORLD) @ torch.ones(16, 8)
+
+def rank(compiles):
+    torch._inductor.config.fallback_by_default = True
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    if compiles:
+        torch.compile(program, backend="asynctp", options={"agree": False})(torch.ones(4, 16))
+    helper = multiprocessing.get_context("fork").Process(target=print, args=("helped",), kwargs={"flush": True})
+    helper.start()
+    helper.join()
+    dist.destroy_process_group()
+    print(helper.exitcode, flush=True)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=rank, args=(sys.argv[2] == "compiles",))
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(("does", "status"), [("compiles", 0), ("waits", 1)])
+def test_a_requirement_of_ranks_that_a_process_starts(method: str, does: str, status: int, tmp_path: Path) -> None:
+    """Ranks answer for themselves; neither their launcher nor their helpers do."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    environment = {**os.environ, "ASYNCTP_REQUIRE": "fused=1"}
+    ran = subprocess.run(
+        [sys.executable, script, method, does],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (status, "helped\n0\n"), ran.stderr
+    assert ("ASYNCTP_REQUIRE: asynctp: 0 chains are fused" in ran.stderr) == (status == 1)
 
 
 def test_dtensors_that_leave_one_graph_for_another() -> None:
