@@ -106,16 +106,21 @@ def case_ways_to_compile(mesh: DeviceMesh) -> tuple[Report, ...]:
 
 
 def case_hooks_of_the_compiled_module(mesh: DeviceMesh) -> tuple[Report, ...]:
-    """The plan prepares the input of the compiled module itself: torch has its hooks in the graph if told to."""
+    """The plan prepares the input of the compiled module itself: torch has its hooks in the graph if told to.
+
+    Else the gather is in a graph of its own, and the chain that lies in two graphs is missed.
+    """
     torch.manual_seed(0)
     prepared = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     plan = {"": prepared, "up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Shard(1))}
     module, x = parallelize_module(Mlp(), mesh, plan), shard_of(mesh, 2, 4, 16)
     start()
-    train(compiled(module), x)
+    train(compiled(module, options={"strict": "off"}), x)
     apart = asynctp_passes.reports()
-    assert [len(report.fused) for report in apart] == [0, 1, 1], apart
+    across = [report for report in apart if report.missed]
+    assert [len(report.fused) for report in apart if report not in across] == [0, 1, 1], apart
     assert [remark.code for remark in apart[0].others] == ["ATP013"], apart[0]
+    assert [[remark.code for remark in report.missed] for report in across] == [["ATP120"]], across
     with torch._dynamo.config.patch(wrap_top_frame=True):
         reports = compare(module, x, 2)
     # Inductor's cache may have the graph of another program, where the layers lie in a module
@@ -197,7 +202,7 @@ def case_functional_collectives(mesh: DeviceMesh) -> tuple[Report, ...]:
 
 
 def case_region_compiled_once(mesh: DeviceMesh) -> tuple[Report, ...]:
-    """Two calls of a layer run one subgraph, with fused ops in it; what is gathered outside of one is not fused."""
+    """Two calls of a layer run one subgraph, with fused ops in it; what is gathered outside of one is missed."""
     if not NEWER_THAN_2_11:
         raise NotRunnable("AOTAutograd does not trace what dynamo made of an autograd function in a region: fwd_body_1")
     layer, weights = plain_layer(mesh)
@@ -215,8 +220,9 @@ def case_region_compiled_once(mesh: DeviceMesh) -> tuple[Report, ...]:
         return halves(halves(funcol.all_gather_tensor(x, 0, mesh.get_group()), *weights), *weights)
 
     with torch.no_grad():
-        compiled(outside, fullgraph=True)(x, *weights)
-    assert [remark.code for report in asynctp_passes.reports() for remark in report.remarks] == ["ATP013"]
+        compiled(outside, fullgraph=True, options={"strict": "off"})(x, *weights)
+    (remark,) = (remark for report in asynctp_passes.reports() for remark in report.remarks)
+    assert (remark.outcome, remark.code) == ("MISSED", "ATP120"), remark
     return reports
 
 
