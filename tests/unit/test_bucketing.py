@@ -102,7 +102,8 @@ return (mm)
 
 asynctp: graph (inference): 0 of 0 chains fused, 0 missed, 2 other collectives: 2 bucketed
 = BUCKETED 2 all_reduce(max) over group 'tp' into one of 8 B: all_reduce, all_reduce_1
-= BUCKETED 2 x ATP002 NO_MATMUL: no matmul of this graph takes what is gathered, or makes what is reduced""",
+= BUCKETED 2 x ATP002 NO_MATMUL: no matmul of this graph takes what is gathered, or makes what is
+    reduced""",
     )
 
 
