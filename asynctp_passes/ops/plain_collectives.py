@@ -94,12 +94,13 @@ def all_reduce(
 ) -> Tensor:
     """The ranks' sum or average, on every rank; gloo's average, and a mover, as in `reduce_scatter`.
 
-    in_place: `partial` is the caller's own and may become the result, which saves a copy.
+    in_place: `partial` is the caller's own and may become the result, which saves a copy. In a graph that is traced
+    Inductor decides that.
     """
     if mover is not None and (total := mover.all_reduce(partial.contiguous(), reduce_op)) is not None:
         return total
     divide = reduce_op == "avg" and partial.device.type == "cpu"
-    if in_place:
+    if in_place and not torch.compiler.is_compiling():
         op = ReduceOp.AVG if reduce_op == "avg" and not divide else ReduceOp.SUM
         total = partial.contiguous()
         torch.distributed.all_reduce(total, op, group=compat.process_group(group_name))
