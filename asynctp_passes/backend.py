@@ -129,11 +129,14 @@ class AsyncTPPass(_OwnPass):
 
     Args:
         config: The configuration; the environment's and the defaults when None.
+
+    Attributes:
+        forward: The report of the first graph that is no backward; None before.
     """
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self.reports: list[Report] = []
+        self.forward: Report | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the pass on a post-grad graph, in place, and send the report to the configured sinks.
@@ -161,7 +164,8 @@ class AsyncTPPass(_OwnPass):
             if error.report is not None:
                 _publish(error.report, self.config, before, graph, raised=True)
             raise
-        self.reports.append(report)
+        if self.forward is None and report.phase != "backward":
+            self.forward = report
         with contained("store the report with the compiled graph"):
             _send_with_cache_entry(report)
         _publish(report, self.config, before, graph)
@@ -252,14 +256,14 @@ def asynctp(
         return not refused
 
     compiled = compat.inductor_compile(gm, example_inputs, patches, all_stand)
-    if not ours.reports and not found:
+    forward = ours.forward or next((one for one in found if one.phase != "backward"), None)
+    if ours.forward is None and not found:
         log.info(
             "asynctp: %s was not compiled now (Inductor's cache had it, or it has no tensor code), and no report came "
             "with it. What the cache holds was compiled with the same sources and configuration.",
             compat.compile_name(),
         )
-    told = [*ours.reports, *found]
-    across, fused = border.missed(told, config)
+    across, fused = border.missed(forward, config)
     if across is not None:
         try:
             raise_if_strict(across, config, elsewhere=fused)
@@ -268,7 +272,7 @@ def asynctp(
             raise
         _publish(across, config, across=True)
     picture.warn_of_nothing(config)
-    return border.marking(compiled, told)
+    return border.marking(compiled, forward)
 
 
 asynctp.reset = compat.reset_cudagraphs  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it

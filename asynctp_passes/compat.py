@@ -485,7 +485,7 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place; None for one of inference mode, of which nobody counts that."""
+    """How often a tensor was changed in place; None in inference mode, where nobody counts that."""
     local = _local(tensor)
     return None if local.is_inference() else local._version
 

@@ -11,13 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import describe, module_of, reachable, source_of, subgraphs_of, tensor_of, traits_of
+from asynctp_passes.ir.nodes import (
+    as_size,
+    describe,
+    module_of,
+    nodes_in,
+    reachable,
+    source_of,
+    subgraphs_of,
+    tensor_of,
+    traits_of,
+)
 from asynctp_passes.ir.op_traits import WHOLE, View
 from asynctp_passes.ir.read import contracts_rows, feeds_left_operand, is_matmul
 from asynctp_passes.ir.sizes import product, same
@@ -85,7 +94,7 @@ def crossings_of(graph: fx.Graph, unfused: Iterable[Collective]) -> tuple[Crossi
 
 def multiplied_by(region: fx.Node, tensor: fx.Node) -> bool:
     """True where a graph that a higher-order op runs has a tensor for the left operand of a matmul."""
-    given = [one for one in _flat(region.args) if one.op != "get_attr"]
+    given = [one for one in nodes_in(region.args) if one.op != "get_attr"]
     for graph in subgraphs_of(region):
         inputs = graph.find_nodes(op="placeholder")
         matmuls = [node for node in graph.nodes if is_matmul(node)]
@@ -103,12 +112,6 @@ def product_of(region: fx.Node, item: int) -> bool:
         if isinstance(one, fx.Node) and any(map(is_matmul, _from(one))):
             return True
     return False
-
-
-def _flat(values: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(values, found.append)
-    return found
 
 
 def _from(node: fx.Node) -> set[fx.Node]:
@@ -132,11 +135,9 @@ def _multiplies(matmul: fx.Node, operands: set[fx.Node]) -> bool:
 def _as_large(node: fx.Node, other: fx.Node) -> bool:
     """True where two tensors have as many elements."""
     first, second = tensor_of(node), tensor_of(other)
-    return first is not None and second is not None and same(*(product(_sizes(one)) for one in (first, second)))
-
-
-def _sizes(tensor: object) -> list[object]:
-    return [size if isinstance(size, int) else compat.expression(size) for size in tensor.shape]  # type: ignore[attr-defined]
+    if first is None or second is None:
+        return False
+    return same(*(product(map(as_size, one.shape)) for one in (first, second)))
 
 
 def _of_collective(leaves: bool, index: int, one: Collective, tensor: fx.Node) -> Crossing:

@@ -259,12 +259,24 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     """The tensors that an in-place operation changes; all that it takes, where its schema does not say."""
     if not compat.is_op(node.target) or not node.target._schema.is_mutable:
         return node.all_input_nodes if mutates(node) else []
-    values, found = arguments(node), list[fx.Node]()
+    values = arguments(node)
     written = [
         one.name for one in node.target._schema.arguments if one.alias_info is not None and one.alias_info.is_write
     ]
-    fx.map_arg([values[name] for name in written], found.append)
+    return nodes_in([values[name] for name in written])
+
+
+def nodes_in(values: Any) -> list[fx.Node]:
+    """The nodes among arguments, in lists and dictionaries too, in order; one as often as it is there."""
+    found: list[fx.Node] = []
+    fx.map_arg(values, found.append)
     return found
+
+
+def filling_of(node: fx.Node) -> Any:
+    """The argument or number that fills a tensor of one number everywhere, by its op; None for any other tensor."""
+    constant = traits_of(node).constant
+    return arguments(node)[constant] if isinstance(constant, str) else constant
 
 
 def is_known_collective(node: fx.Node) -> bool:
@@ -458,12 +470,16 @@ def _divided_terms(base: sympy.Expr, divisor: sympy.Integer) -> tuple[sympy.Expr
     return whole, rest
 
 
+def as_size(size: int | torch.SymInt) -> Size:
+    """A dimension of a tensor as an integer, or as the expression that it is."""
+    return compat.expression(size) if isinstance(size, torch.SymInt) else size
+
+
 def _factors(divided: Iterable[tuple[Any, int]]) -> dict[sympy.Symbol, int]:
     """The numbers that divide symbols, where they divide these sizes: a symbol, or a number of times a symbol."""
     found: dict[sympy.Symbol, int] = {}
     for size, count in divided:
-        expr = compat.expression(size) if isinstance(size, torch.SymInt) else sympy.Integer(size)
-        times, symbol = expr.as_coeff_Mul()
+        times, symbol = sympy.sympify(as_size(size)).as_coeff_Mul()
         if symbol.is_Symbol and times.is_Integer and times > 0:
             found[symbol] = math.lcm(found.get(symbol, 1), count // math.gcd(count, int(times)))
     return found

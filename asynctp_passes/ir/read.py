@@ -16,7 +16,17 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Blocks, Collective, Matmul, ScaledOptions
-from asynctp_passes.ir.nodes import Sizes, arguments, called_op, name_of, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import (
+    Sizes,
+    arguments,
+    as_size,
+    called_op,
+    name_of,
+    op_name,
+    tensor_of,
+    traits_of,
+    value_of,
+)
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.registry import (
     ADDMM,
@@ -414,8 +424,7 @@ def _fit(a: torch.Tensor, right: torch.Tensor, out: torch.Tensor, b_transposed: 
 
 def rows_of(tensor: torch.Tensor) -> Size:
     """The rows of a tensor: all dimensions but the last."""
-    sizes: tuple[Any, ...] = tuple(tensor.shape[:-1])
-    return product(compat.expression(size) if isinstance(size, torch.SymInt) else size for size in sizes)
+    return product(map(as_size, tensor.shape[:-1]))
 
 
 def _added(node: fx.Node, values: dict[str, Any], bias: fx.Node | None, out: torch.Tensor) -> Refusal | None:
@@ -462,7 +471,7 @@ def identical(a: Any, b: Any) -> bool:
     """True for two sizes, integers or symbolic, that are provably equal."""
     if not (isinstance(a, int | torch.SymInt) and isinstance(b, int | torch.SymInt)):
         return False
-    return same(*(compat.expression(size) if isinstance(size, torch.SymInt) else size for size in (a, b)))
+    return same(as_size(a), as_size(b))
 
 
 def same_strides(a: fx.Node, b: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""An all-to-all that is written as an all-gather, of which each rank keeps its own piece of every shard.
+"""An all-to-all that is written as an all-gather: each rank keeps its own piece of every shard.
 
     shard → all_gather → wait → view* → split into one piece a rank → this rank's piece
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.calls import Collective, Matmul, nodes_of
-from asynctp_passes.ir.nodes import Sizes, is_size, tensor_of
+from asynctp_passes.ir.nodes import Sizes, is_size, nodes_in, tensor_of
 from asynctp_passes.ir.read import added_matrix, contracts_rows, waits_for_several
 from asynctp_passes.ir.sizes import Size
 from asynctp_passes.layout.index_map import IndexMap
@@ -63,9 +63,8 @@ class Step:
     @property
     def others(self) -> tuple[fx.Node, ...]:
         """The operands that are the same on all ranks, and are taken whole."""
-        found: list[fx.Node] = []
-        fx.map_arg((self.args, self.kwargs), found.append)
-        return tuple(node for node in dict.fromkeys(found) if node not in dict(self.parts))
+        found = dict.fromkeys(nodes_in((self.args, self.kwargs)))
+        return tuple(node for node in found if node not in dict(self.parts))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from asynctp_passes.ir.nodes import (
     describe,
     is_size,
     mutates,
+    nodes_in,
     op_name,
     steps_of,
     subgraphs_of,
@@ -661,8 +662,7 @@ def _outside_users(scatter: Collective, inside: set[fx.Node], matmuls: Sequence[
 
 def _takes_once(scatter: Collective, user: fx.Node, node: fx.Node) -> bool:
     """True for the collective itself, if a node is what it reduces, and no other one of its tensors."""
-    taken: list[fx.Node] = []
-    fx.map_arg((user.args, user.kwargs), taken.append)
+    taken = nodes_in((user.args, user.kwargs))
     return user is (scatter.call or scatter.node) and node is scatter.input and taken.count(node) == 1
 
 

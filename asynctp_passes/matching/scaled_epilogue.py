@@ -25,7 +25,7 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Matmul, ScaledOptions
-from asynctp_passes.ir.nodes import arguments, is_size, mutates, reachable, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import arguments, filling_of, is_size, mutates, reachable, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.read import are_one, identical, is_matmul, read_matmul, read_term, rows_of
 from asynctp_passes.ir.sizes import same
@@ -160,10 +160,9 @@ def _not_plain(matmul: Matmul, scaled: ScaledOptions) -> Refusal | None:
 
 def _is_one(node: fx.Node) -> bool:
     """True for one fp32 number that is made as 1 in this graph, and that nothing here changes in place."""
-    constant, value = traits_of(node).constant, tensor_of(node)
-    if constant is None or value is None or value.dtype != torch.float32 or not are_one(value.shape):
+    number, value = filling_of(node), tensor_of(node)
+    if number is None or value is None or value.dtype != torch.float32 or not are_one(value.shape):
         return False
-    number = arguments(node)[constant] if isinstance(constant, str) else constant
     memory = reachable([node], lambda one: filter(shares_memory, one.users))
     changed = any(mutates(user) for one in memory for user in one.users)
     return isinstance(number, int | float) and number == 1 and not changed

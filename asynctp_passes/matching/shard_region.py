@@ -38,6 +38,7 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, Matmul, ScalesOfA, nodes_of
 from asynctp_passes.ir.nodes import (
     arguments,
+    filling_of,
     is_pointwise,
     is_random,
     is_size,
@@ -101,7 +102,7 @@ class ShardRegion:
         roots: The gathered tensor, and what is computed.
         members: All tensors, views included, and where the ranks are in them; none before the region has grown.
         home: The root of every member, of what lies between members (pieces of a split), and of views that are none.
-        cross_rank: The maxima and minima over all ranks' rows, of which each rank finds its own rows' first. Those of
+        cross_rank: The maxima and minima over all ranks' rows: each rank finds that of its own rows first. Those of
             one value stand together, by the first of them.
         known: These, and what is computed from nothing else of the gathered tensor, as far as that was asked: all ranks
             have it before that is there. With the first node that has the same values.
@@ -368,8 +369,7 @@ class ShardRegion:
             if step in self.context.changed or tensor_of(step) is None:
                 return False
             if traits.constant is not None:
-                number = arguments(step)[traits.constant] if isinstance(traits.constant, str) else traits.constant
-                if not isinstance(number, int | float):
+                if not isinstance(filling_of(step), int | float):
                     return False
             elif not sources or not _pure(step) or traits.takes_part or (traits.view is not None and len(sources) > 1):
                 return False

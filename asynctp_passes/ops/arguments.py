@@ -89,7 +89,7 @@ def numbers(factors: Sequence[float] | None) -> list[float] | None:
 
 
 def split_a_full(outs: list[Tensor], return_a_full: bool) -> tuple[list[Tensor], Tensor | None]:
-    """Separate a gather op's products from the gathered A behind them."""
+    """Separate a gather op's matmuls from the gathered A after them."""
     return (outs[:-1], outs[-1]) if return_a_full else (outs, None)
 
 

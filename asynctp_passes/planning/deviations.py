@@ -3,7 +3,7 @@
     hoist     gather 0 of bf16 sends convert_element_type(clamp(mul(own part, 2.0)), float8_e4m3fn) instead
     join      the scales of gather 1 travel with the data of gather 0
     late      gather 0 comes after reduction 1, which a fused matmul of it depends on
-    sum       one reduction for reductions 0, 1 and 2, of which only the sum is used; or a sum over a dimension of one
+    sum       one reduction for reductions 0, 1 and 2, where only their sum is used; or a sum over a dimension of one
     bucket    one all-reduce for all-reduces 3, 4 and 5
     drop      reduction 6 is not made, since nothing uses it
     again     gather 0 is made again in the backward
@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import arguments, filling_of, tensor_of, traits_of, value_of
 from asynctp_passes.ir.read import called_name, sent_kind
 from asynctp_passes.ir.sizes import Size, same
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
@@ -217,8 +217,7 @@ def _filled(node: fx.Node) -> str:
     """A tensor of one number everywhere: how that is made, whatever the sizes are."""
     traits, sources = traits_of(node), [one for one in node.all_input_nodes if tensor_of(one) is not None]
     if traits.constant is not None:
-        number = arguments(node)[traits.constant] if isinstance(traits.constant, str) else traits.constant
-        return f"{_argument(number, {})} of {value_of(node).dtype}"
+        return f"{_argument(filling_of(node), {})} of {value_of(node).dtype}"
     if traits.view is not None and not traits.converts:
         return _filled(sources[0])
     return _short(f"{called_name(node)}({', '.join(_arguments(node, {one: _filled(one) for one in sources}))})")

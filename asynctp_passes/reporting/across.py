@@ -7,7 +7,7 @@ chain are marked by their memory, and Dynamo shows the tensors with which it cal
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from asynctp_passes.ir.crossings import Crossing
 from asynctp_passes.reasons import MATMUL_IN_ANOTHER_GRAPH, Refusal
 from asynctp_passes.reporting.report import Remark, Report
 
-__all__ = ["Border", "across_report", "forget"]
+__all__ = ["Border", "forget"]
 
 _CALLS = 16
 """Calls of a compiled function whose results are marked: the functions that take them are compiled by then."""
@@ -65,33 +65,31 @@ class Border:
         self._arrived = {index: half for index, one in self.tensors.items() if (half := _half_of(one)) is not None}
         self._ended = compat.graph_break_of(gm)
 
-    def missed(self, reports: Iterable[Report], config: Config) -> tuple[Report | None, int]:
+    def missed(self, report: Report | None, config: Config) -> tuple[Report | None, int]:
         """A report of the chains that lie in this function's graph and an earlier one; None without any.
 
         Args:
-            reports: Those of the function's graphs, its backward too.
+            report: That of the function's graph, without its backward; None: it has no graph.
             config: The configuration.
 
         Returns:
             The report, and how many chains are fused in the graphs of both halves.
         """
-        first = next((one for one in reports if one.phase != "backward"), None)
-        if first is None or not self._arrived:
+        if report is None or not self._arrived:
             return None, 0
-        arrived = [(self._arrived.get(one.index), one) for one in first.crossings if not one.leaves]
+        arrived = [(self._arrived.get(one.index), one) for one in report.crossings if not one.leaves]
         pairs = [(half, one) for half, one in arrived if half is not None and _are_halves(half.crossing, one)]
         pairs = [(half, one) for half, one in pairs if config.enrolls(half.crossing.group or one.group)]
         if not pairs:
             return None, 0
-        return across_report(first, pairs), len(first.fused) + max(half.fused for half, _ in pairs)
+        return _report(report, pairs), len(report.fused) + max(half.fused for half, _ in pairs)
 
-    def marking(self, compiled: Callable[..., Any], reports: Iterable[Report]) -> Callable[..., Any]:
+    def marking(self, compiled: Callable[..., Any], report: Report | None) -> Callable[..., Any]:
         """`compiled`, whose results are marked that may be halves of chains; itself where there are none."""
-        first = next((one for one in reports if one.phase != "backward"), None)
-        leaving = [one for one in first.crossings if one.leaves] if first is not None else []
-        if first is None or not leaving or compat.is_precompiled(compiled):
+        leaving = [one for one in report.crossings if one.leaves] if report is not None else []
+        if report is None or not leaving or compat.is_precompiled(compiled):
             return compiled
-        halves = [_Half(one, first.graph, self._ended, len(first.fused)) for one in leaving]
+        halves = [_Half(one, report.graph, self._ended, len(report.fused)) for one in leaving]
         return _Marking(compiled, halves)
 
 
@@ -145,8 +143,8 @@ class _Marking:
                     _left[storage.number] = storage, replace(half, size=size, version=version)
 
 
-def across_report(report: Report, pairs: Sequence[tuple[_Half, Crossing]]) -> Report:
-    """The report of chains that lie in two graphs, of which `report` is of the later one."""
+def _report(report: Report, pairs: Sequence[tuple[_Half, Crossing]]) -> Report:
+    """The report of chains that lie in two graphs; `report` is that of the later graph."""
     return Report(
         graph=report.graph,
         phase=report.phase,

@@ -235,7 +235,7 @@ def _many(count: int, noun: str) -> str:
 
 
 picture = Picture()
-"""Of all that was compiled in this process."""
+"""The picture of all that was compiled in this process."""
 
 
 def require_at_exit(fused: int, missed: int) -> None:
@@ -250,7 +250,7 @@ def require_at_exit(fused: int, missed: int) -> None:
 
 
 def _require_of_child(required: tuple[int, int], inherited: Picture) -> None:
-    """Have a process of `multiprocessing` end likewise: functions for its exit do not run where it was forked."""
+    """The same for a process of `multiprocessing`: functions for its exit do not run where it was forked."""
     inherited.begin_in_child()
     waive()
     if not compat.had_process_group():

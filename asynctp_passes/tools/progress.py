@@ -35,7 +35,7 @@ class Steps:
         self._say(f"{step}{took}")
 
     def each(self, step: str, items: Collection[_Item]) -> Iterator[_Item]:
-        """The items, each of which is a step of its own."""
+        """The items, one step each."""
         for number, item in enumerate(items, 1):
             self.begin(f"{step}, {number} of {len(items)}")
             yield item

@@ -28,7 +28,7 @@ from asynctp_kernels.cuda.plans.direct import DirectAllReduce, DirectScatter
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, untold
-from asynctp_kernels.cuda.plans.scatter import PushedScatter
+from asynctp_kernels.cuda.plans.scatter import PushedScatter, WholeScatter
 from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -134,40 +134,30 @@ class BulkScatter(PushedScatter):
         driver.wait_event(side, memory.reduced)
 
 
-class DirectSum(DirectScatter):
+class _WithoutMatmul(WholeScatter):
+    """A plan of one kernel, for a tensor that is there instead of a matmul's result."""
+
+    cublas = False
+
+    def reduce(self, whole: Tensor) -> Tensor:
+        """Enqueue everything, and let the stream wait for it; `whole` stays as it is."""
+        whole, out = aligned(whole), self.new_output()
+        self.make(driver.current_stream(self.device_index), ScatterTensors((), (), (), (), (), None, whole, out, []))
+        return out
+
+    def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
+        return call
+
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
+        self.move(stream, call)
+
+
+class DirectSum(_WithoutMatmul, DirectScatter):
     """reduce_scatter(whole, dim 0) by one kernel."""
 
-    cublas = False
 
-    def reduce(self, whole: Tensor) -> Tensor:
-        """Enqueue everything, and let the stream wait for it."""
-        whole, out = aligned(whole), self.new_output()
-        self.make(driver.current_stream(self.device_index), ScatterTensors((), (), (), (), (), None, whole, out, []))
-        return out
-
-    def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
-        return call
-
-    def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        self.move(stream, call)
-
-
-class DirectTotal(DirectAllReduce):
-    """all_reduce(whole) by one kernel; `whole` stays as it is."""
-
-    cublas = False
-
-    def reduce(self, whole: Tensor) -> Tensor:
-        """Enqueue everything, and let the stream wait for it."""
-        whole, out = aligned(whole), self.new_output()
-        self.make(driver.current_stream(self.device_index), ScatterTensors((), (), (), (), (), None, whole, out, []))
-        return out
-
-    def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
-        return call
-
-    def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        self.move(stream, call)
+class DirectTotal(_WithoutMatmul, DirectAllReduce):
+    """all_reduce(whole) by one kernel."""
 
 
 def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
