@@ -23,7 +23,7 @@ from torch import fx
 from asynctp_passes import compat, ops, pipeline
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.ir import registry
-from asynctp_passes.reporting import files
+from asynctp_passes.reporting import files, graph_page
 from asynctp_passes.reporting.across import Border, forget
 from asynctp_passes.reporting.agree import sources_digest, stands
 from asynctp_passes.reporting.errors import (
@@ -132,11 +132,13 @@ class AsyncTPPass(_OwnPass):
 
     Attributes:
         forward: The report of the first graph that is no backward; None before.
+        names: The names of the compiled function's inputs, for pages (`Config.graph_dir`); None where they are unknown.
     """
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.forward: Report | None = None
+        self.names: graph_page.Names | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run the pass on a post-grad graph, in place, and send the report to the configured sinks.
@@ -162,13 +164,13 @@ class AsyncTPPass(_OwnPass):
             report = pipeline.run(graph, self.config)
         except AsyncTPError as error:
             if error.report is not None:
-                _publish(error.report, self.config, before, graph, raised=True)
+                _publish(error.report, self.config, before, graph, names=self.names, raised=True)
             raise
         if self.forward is None and report.phase != "backward":
             self.forward = report
         with contained("store the report with the compiled graph"):
             _send_with_cache_entry(report)
-        _publish(report, self.config, before, graph)
+        _publish(report, self.config, before, graph, names=self.names)
         if report.phase == "backward":
             picture.warn_of_nothing(self.config, backward=True)
 
@@ -238,6 +240,9 @@ def asynctp(
     config, patches = split_options(options or {})
     _require_groups(config)
     ours = AsyncTPPass(config)
+    if config.graph_dir is not None:
+        with contained("name the inputs, for the graph's page"):
+            ours.names = graph_page.Names.of(gm)
     patches = _with_pass({**compat.inductor_mode_options(mode), **patches}, ours)
     found = list[Report]()
     border = Border(gm)
@@ -404,6 +409,7 @@ def _publish(
     before: fx.Graph | None = None,
     after: fx.Graph | None = None,
     *,
+    names: graph_page.Names | None = None,
     across: bool = False,
     raised: bool = False,
 ) -> None:
@@ -429,7 +435,7 @@ def _publish(
             files.write(config.report_file, report.to_json() + "\n", append=True)
     if config.graph_dir is not None:
         with _or_warn("graph_dir", config.graph_dir):
-            _draw(config.graph_dir, before, after, report)
+            _draw(config.graph_dir, before, after, report, names)
 
 
 @contextlib.contextmanager
@@ -457,13 +463,14 @@ def _log(report: Report) -> None:
     )
 
 
-def _draw(graph_dir: str, before: fx.Graph | None, after: fx.Graph | None, report: Report) -> None:
+def _draw(
+    graph_dir: str, before: fx.Graph | None, after: fx.Graph | None, report: Report, names: graph_page.Names | None
+) -> None:
     if before is None or after is None:
         log.info("asynctp: %s came from Inductor's cache: there is no graph to draw into %s", report.graph, graph_dir)
         return
-    from asynctp_passes.reporting.graph_page import write_page
-
-    log.info("asynctp: graph before and after: %s", write_page(graph_dir, before, after, report))
+    page = graph_page.write_page(graph_dir, before, after, report, names)
+    log.info("asynctp: graph before and after: %s", page)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

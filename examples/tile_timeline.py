@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import asynctp_passes.ops  # noqa: F401  (registers torch.ops.asynctp)
-from asynctp_passes.tools.profile import add_tiles, read, timeline
+from asynctp_passes.tools.profile import Panel, add_tiles, read, timeline
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NEEDS = (
@@ -116,8 +116,7 @@ def draw(call: Callable[[], object], path: Path, title: str) -> None:
         found = read(trace)
         ranges = [interval for name, _, interval in found.annotations if name == title]  # one for each stream
         window = min(start for start, _ in ranges), max(end for _, end in ranges)
-        title = f"{title}, rank 0 of {dist.get_world_size()}"
-        picture.write_text(timeline(found, window=window, title=title), encoding="utf-8")
+        picture.write_text(timeline(Panel(found, window=window, title=title)), encoding="utf-8")
         print(f"wrote {trace} and {picture}")
 
 

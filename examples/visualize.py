@@ -1,7 +1,7 @@
 """Write a page with a graph before and after the pass, its chains coloured by outcome.
 
-The page is one HTML file that needs no network. With `dot` (Graphviz) installed it shows pictures, without it a
-coloured text. Run it with: python examples/visualize.py [FOLDER]
+The page is one HTML file that needs no network, and `index.html` beside it lists all pages of the folder. A click on a
+chain fits it into the picture. Run it with: python examples/visualize.py [FOLDER]
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def main(folder: str | Path) -> list[Path]:
     options = {"graph_dir": str(folder), "fx_graph_cache": False}
     with torch.no_grad():
         torch.compile(model, backend="asynctp", options=options)(torch.randn(2, 16, 64))
-    pages = sorted(set(Path(folder).glob("*.html")) - before)
+    index = Path(folder) / "index.html"
+    pages = sorted(set(Path(folder).glob("*.html")) - before - {index})
     for page in pages:
-        print(f"open {page} in a browser")
+        print(f"open {page} in a browser; {index} lists all pages")
     dist.destroy_process_group()
     return pages
 

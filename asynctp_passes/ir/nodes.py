@@ -27,6 +27,7 @@ __all__ = [
     "call_of",
     "called_op",
     "describe",
+    "describe_tensor",
     "draws",
     "express",
     "has_side_effect",
@@ -39,6 +40,7 @@ __all__ = [
     "mutates",
     "name_of",
     "op_name",
+    "path_of",
     "phase_of",
     "plain",
     "reachable",
@@ -56,7 +58,8 @@ __all__ = [
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 #: What dynamo's paths to modules have besides names: the root, functions that close over a module, a dict.
 _DETOURS = re.compile(
-    r"^[LG]\['\w+'\]|(\.forward)?(\.__closure__\[\d+\]|\.cell_contents|\.__self__)+|(?<=\.)_modules(?=\[)"
+    r"^[LG]\['\w+'\]|(\.forward)?(\.__closure__\[\d+\]|\.cell_contents|\.__self__)+"
+    r"|(?<=\.)_(modules|parameters|buffers)(?=\[)|\.__dict__\['_(modules|parameters|buffers)'\]"
 )
 _ITEM = re.compile(r"\.?\['([^']+)'\]")
 _TORCH = str(Path(torch.__file__).parent)
@@ -333,14 +336,22 @@ def module_of(node: fx.Node) -> str | None:
     if not isinstance(stack, dict) or not stack:
         return None
     *_, (path, *_) = stack.values()
-    return _ITEM.sub(r".\1", _DETOURS.sub("", path)).lstrip(".") or None
+    return path_of(path) or None
+
+
+def path_of(source: str) -> str:
+    """Dynamo's expression for a module, or for what a module holds, as a path in it: `up.weight`; empty for the root."""
+    return _ITEM.sub(r".\1", _DETOURS.sub("", source)).lstrip(".")
 
 
 def describe(node: object) -> str:
     """A tensor's dtype and shape in short: `bf16[2, 4*s0, 64]`."""
     value = tensor_of(node)
-    if value is None:
-        return "?"
+    return "?" if value is None else describe_tensor(value)
+
+
+def describe_tensor(value: torch.Tensor) -> str:
+    """The same of a tensor itself."""
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{_SHORT_DTYPES.get(dtype, dtype)}[{', '.join(str(size) for size in value.shape)}]"
 

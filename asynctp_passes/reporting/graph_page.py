@@ -1,58 +1,140 @@
 """Pictures of a graph before and after the pass, its chains coloured by outcome, as one self-contained HTML page.
 
 A chain's nodes have the colour of its outcome (`_COLOURS`), and so has the fused op that replaced it. Nodes that
-belong to no chain are drawn small: runs of them that end in one user become one box, the output node is left out
-(what is returned has a bold frame), and placeholders are plain text.
+belong to no chain are drawn small: runs of them that end in one user become one box. A parameter or buffer is a line
+in each box that reads it, the output node and sizes are left out, and what is returned has a bold frame.
+
+The page draws itself: `dagre` (`dagre/README.md`), which it holds, places the boxes.
 """
 
 from __future__ import annotations
 
+import functools
 import html
 import itertools
 import json
 import logging
 import re
-import shutil
-import subprocess
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from asynctp_passes import compat
+from asynctp_passes.ir.nodes import describe_tensor, module_of, path_of, traits_of
+from asynctp_passes.ir.op_traits import View
 from asynctp_passes.reasons import Outcome
+from asynctp_passes.reporting.graph_index import About, write_index
 from asynctp_passes.reporting.report import Remark, Report
 
-__all__ = ["to_dot", "write_page"]
+__all__ = ["InputName", "Names", "picture", "write_page"]
 
 log = logging.getLogger(__name__)
 
-_COLOURS: dict[Outcome, tuple[str, str, str]] = {
-    # the outcome, by precedence: how its nodes are filled, their line, and what the legend says
-    "MISSED": ("#ffcdd2", "#c62828", "in scope, not fused"),
-    "FUSED": ("#c8e6c9", "#2e7d32", "one op with its matmuls"),
-    "OVERLAPPED": ("#bbdefb", "#1565c0", "runs beside matmuls"),
-    "BUCKETED": ("#e1bee7", "#7b1fa2", "one with other all-reduces"),
-    "REMATERIALIZED": ("#ffe0b2", "#e65100", "made again in the backward"),
-    "ACCELERATED": ("#b2dfdb", "#00695c", "an op of asynctp's, without a matmul"),
-    "ERASED": ("#d7ccc8", "#5d4037", "unused, not made"),
-    "SKIPPED": ("#dcdcdc", "#757575", "nothing is done"),
+
+class _Colours(NamedTuple):
+    """How an outcome's nodes are filled, and their line, in light and in dark; and what the legend says."""
+
+    light: tuple[str, str]
+    dark: tuple[str, str]
+    meaning: str
+
+
+_COLOURS: dict[Outcome, _Colours] = {  # by precedence
+    "MISSED": _Colours(("#ffcdd2", "#c62828"), ("#4a1d1f", "#f0706c"), "in scope, not fused"),
+    "FUSED": _Colours(("#c8e6c9", "#2e7d32"), ("#1c3a20", "#6abf6e"), "one op with its matmuls"),
+    "OVERLAPPED": _Colours(("#bbdefb", "#1565c0"), ("#15314c", "#6cb2f2"), "runs beside matmuls"),
+    "BUCKETED": _Colours(("#e1bee7", "#7b1fa2"), ("#3b2043", "#cd90d8"), "one with other all-reduces"),
+    "REMATERIALIZED": _Colours(("#ffe0b2", "#bf4400"), ("#482d0f", "#f9ab4e"), "made again in the backward"),
+    "ACCELERATED": _Colours(("#b2dfdb", "#00695c"), ("#0f3835", "#4fb5aa"), "an op of asynctp's, without a matmul"),
+    "ERASED": _Colours(("#d7ccc8", "#5d4037"), ("#38302c", "#bba79f"), "unused, not made"),
+    "SKIPPED": _Colours(("#dcdcdc", "#616161"), ("#38393b", "#b4b6b9"), "nothing is done"),
 }
-_SHORT_DTYPES = {"bfloat16": "bf16", "float": "f", "int": "i", "uint": "u"}
 _ALONE = (
     *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_int_mm"),
     *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "wait_tensor", "wait"),
 )
 _NAMES_IN_A_BOX = 4
-_DOT_TIMEOUT_S = 60
-_NO_DOT = (
-    "the Graphviz program 'dot' was not found, so the graphs are shown as text; install it for pictures: "
-    "'apt install graphviz', 'brew install graphviz' or 'conda install -c conda-forge graphviz'"
-)
+_TYPES_IN_A_BOX = 2
+_KEEPS_VALUES = {View.SAME, View.RESHAPE, View.PERMUTE, View.TRANSPOSE, View.REVERSE_DIMS}
+_WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(\.|$)")
+
+
+# --- names of inputs -----------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class InputName:
+    """A name for people of a graph's input.
+
+    Attributes:
+        text: As `"layers.0.wq.weight"`, `"x"`, `"gradient of result 0"`.
+        held: It is a parameter or a buffer, or such a one rearranged.
+    """
+
+    text: str
+    held: bool = False
+
+
+@dataclass
+class Names:
+    """The names of the inputs of one compiled function's graphs.
+
+    Attributes:
+        inputs: By their number in the function.
+        saved: Of rearranged weights that the forward keeps for the backward, by their node's name.
+    """
+
+    inputs: dict[int, InputName] = field(default_factory=dict)
+    saved: dict[str, InputName] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule) -> Names:
+        """The names by which Dynamo finds the inputs of a function that it compiles just now."""
+        return cls({number: _input_name(source) for number, source in compat.input_sources(gm).items()})
+
+    def of_graph(self, graph: fx.Graph) -> dict[str, InputName]:
+        """The names of a graph's placeholders, by their node's name, as far as they are known."""
+        found = {node.name: self.saved[node.name] for node in graph.nodes if self._was_saved(node)}
+        for node, about in compat.described_inputs(graph).items():
+            name = self._name(about)
+            if name is not None:
+                found[node.name] = InputName(f"{name.text}.{about.part}", name.held) if about.part else name
+        return found
+
+    def _was_saved(self, node: fx.Node) -> bool:
+        return node.op == "placeholder" and node.name in self.saved
+
+    def _name(self, about: compat.InputDescription) -> InputName | None:
+        if about.held:
+            return InputName(_WRAPPERS.sub("", about.held), True)
+        if about.result is not None:
+            return InputName(f"gradient of result {about.result}")
+        return None if about.number is None else self.inputs.get(about.number)
+
+    def save(self, graph: fx.Graph, names: Mapping[str, InputName]) -> None:
+        """Keep the names of weights that a forward rearranges and returns: its backward takes them by these names."""
+        for node in _returned(graph):
+            weight, steps = node, list[str]()
+            while weight.op == "call_function" and traits_of(weight).view in _KEEPS_VALUES and weight.all_input_nodes:
+                steps.append(_op(weight))
+                weight = weight.all_input_nodes[0]
+            name = names.get(weight.name) if weight.op == "placeholder" else None
+            if name is not None and name.held and steps:
+                self.saved[node.name] = InputName(_calls(reversed(steps), name.text), True)
+
+
+def _input_name(source: str) -> InputName:
+    held = re.search(r"_(parameters|buffers)('\])?\[", source) is not None
+    argument = re.sub(r"^[LG]\['(\w+)'\]", r"\1", source)
+    return InputName(_WRAPPERS.sub("", path_of(source if held else argument)) or source, held)
+
+
+def _calls(steps: Iterable[str], text: str) -> str:
+    """`view(permute(w))` of the steps permute and view."""
+    return functools.reduce(lambda inner, step: f"{step}({inner})", steps, text)
 
 
 # --- reading a graph ---------------------------------------------------------------------------------------
@@ -63,15 +145,16 @@ class _View:
     graph: fx.Graph
     remarks: dict[str, tuple[int, ...]]
     report: Report
+    names: Mapping[str, InputName]
 
     @classmethod
-    def of(cls, graph: fx.Graph, report: Report) -> _View:
+    def of(cls, graph: fx.Graph, report: Report, names: Mapping[str, InputName]) -> _View:
         """Collect the numbers of the remarks that name each node."""
         numbers: dict[str, tuple[int, ...]] = {}
         for number, remark in enumerate(report.remarks, 1):
             for name in dict.fromkeys((remark.collective, *remark.nodes)):
                 numbers[name] = (*numbers.get(name, ()), number)
-        return cls(graph, numbers, report)
+        return cls(graph, numbers, report, names)
 
     def outcome(self, node: fx.Node) -> Outcome | None:
         """The outcome that colours the node; None when no remark names it."""
@@ -84,9 +167,22 @@ class _View:
         """The remark of that number."""
         return self.report.remarks[number - 1]
 
-    def returned(self) -> set[fx.Node]:
-        """The nodes that the graph returns."""
-        return {source for node in self.graph.nodes if node.op == "output" for source in node.all_input_nodes}
+    def numbers(self, node: fx.Node) -> tuple[int, ...]:
+        """The remarks of a node. A fused op carries the name of the collective that it replaced."""
+        name = node.meta.get("asynctp_collective", node.name)
+        if _is_fused_op(node):
+            remarks = enumerate(self.report.remarks, 1)
+            return tuple(number for number, remark in remarks if remark.collective == name)
+        return self.remarks.get(name, ())
+
+    def is_weight(self, node: fx.Node) -> bool:
+        """It is a parameter or a buffer of a known name."""
+        return node.op == "placeholder" and node.name in self.names and self.names[node.name].held
+
+    def name(self, node: fx.Node) -> str:
+        """A name of a node for people: of an input its own where it is known."""
+        known = self.names.get(node.name) if node.op == "placeholder" else None
+        return known.text if known else node.name
 
 
 def _op(node: fx.Node) -> str:
@@ -109,33 +205,32 @@ def _first_outcome(remarks: Iterable[Remark]) -> Outcome | None:
     return next((outcome for outcome in _COLOURS if outcome in outcomes), None)
 
 
+def _returned(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that the graph returns."""
+    return {source for node in graph.nodes if node.op == "output" for source in node.all_input_nodes}
+
+
 def _stands_alone(node: fx.Node, view: _View) -> bool:
     """True for nodes that get a box of their own."""
     return node.op in ("placeholder", "output") or _op(node) in _ALONE or bool(view.outcome(node))
 
 
 def _type(node: fx.Node) -> str:
-    """`bf16[2, 32, 64]`, or nothing when the node carries no tensor."""
+    """`bf16[2, 32, 64]`, of several tensors the first few, or nothing when the node carries none."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return ""
-    dtype = str(value.dtype).removeprefix("torch.")
-    for long, short in _SHORT_DTYPES.items():
-        if dtype.startswith(long):
-            dtype = short + dtype[len(long) :]
-            break
-    return f"{dtype}{[str(size) for size in value.shape]}".replace("'", "")
+    values = [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, torch.Tensor)]
+    told = [describe_tensor(one) for one in values[:_TYPES_IN_A_BOX]]
+    return ", ".join([*told, f"{len(values)} tensors"] if len(values) > _TYPES_IN_A_BOX else told)
 
 
-def _boxes(view: _View) -> dict[fx.Node, list[fx.Node]]:
+def _runs(view: _View, returned: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Nodes drawn together, by the last of them.
 
     A node joins its only user when neither stands alone: every way out of it leads through that user, so the drawn
     graph stays free of cycles.
     """
     last: dict[fx.Node, fx.Node] = {}
-    boxes: dict[fx.Node, list[fx.Node]] = {}
-    returned = view.returned()
+    runs: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(list(view.graph.nodes)):
         users = list(node.users)
         joins = len(users) == 1 and node not in returned
@@ -143,42 +238,56 @@ def _boxes(view: _View) -> dict[fx.Node, list[fx.Node]]:
             last[node] = last[users[0]]
         else:
             last[node] = node
-        boxes.setdefault(last[node], []).insert(0, node)
-    return boxes
+        runs.setdefault(last[node], []).insert(0, node)
+    return runs
 
 
-# --- dot -----------------------------------------------------------------------------------------------------
-def to_dot(graph: fx.Graph, report: Report) -> str:
-    """Draw a graph as Graphviz text.
+# --- what the page draws ---------------------------------------------------------------------------------------
+def picture(graph: fx.Graph, report: Report, names: Mapping[str, InputName] | None = None) -> dict[str, Any]:
+    """The boxes and arrows of a graph, in plain values.
 
     Args:
         graph: The graph, before or after the pass.
         report: What the pass reported; remarks name nodes of the graph before.
+        names: Names of placeholders, by their node's name.
 
     Returns:
-        A directed graph in the dot language. SVG elements of a chain's nodes get the class `r<number of its remark>`.
+        `boxes`, each with its `id`, a `kind` (`"op"`, `"fused"`, `"input"` or `"constant"`), `head`, `lines`,
+        `weights` that it reads, `module`, `tip`, `outcome` or None, the numbers of its `remarks`, and whether it is
+        `returned`; and `edges`, each `[from, to, outcome or None]`.
     """
-    view = _View.of(graph, report)
-    boxes = _boxes(view)
-    home = {node: last for last, nodes in boxes.items() for node in nodes}
-    returned = view.returned()
-    lines = [
-        "digraph asynctp {",
-        '  graph [rankdir=TB, nodesep=0.15, ranksep=0.25, bgcolor="transparent"];',
-        '  node [shape=box, style="filled,rounded", fontname="Helvetica", fontsize=10, height=0.2, margin="0.08,0.04",'
-        ' fillcolor="#ffffff", color="#b0b0b0"];',
-        '  edge [arrowsize=0.5, color="#9a9a9a"];',
+    view = _View.of(graph, report, names or {})
+    returned = _returned(graph)
+    runs = _runs(view, returned)
+    home = {node: last for last, nodes in runs.items() for node in nodes}
+    inline = {last: text for last, nodes in runs.items() if (text := _inlined(view, nodes, returned))}
+    drawn = {last: nodes for last, nodes in runs.items() if last not in inline and _is_drawn(last)}
+    boxes = [
+        {"id": name, **_box(view, nodes, inline, last in returned)}
+        for last, nodes in drawn.items()
+        for name in _copies(last, home)
     ]
-    for last, nodes in boxes.items():
-        for name in _copies(last, home) if _is_drawn(last) else ():
-            lines.append(f"  {_quote(name)} [{_attributes(view, nodes, last in returned)}];")
-    lines += _edges(view, home)
-    return "\n".join([*lines, "}"]) + "\n"
+    return {"boxes": boxes, "edges": _edges(view, home, drawn)}
+
+
+def _inlined(view: _View, nodes: Sequence[fx.Node], returned: set[fx.Node]) -> str:
+    """A weight, or one that a single op of no chain rearranges for its only user, is a line there: its text, or ""."""
+    node = nodes[-1]
+    if view.is_weight(node):
+        return f"{view.names[node.name].text}  {_type(node)}".rstrip()
+    sources = node.all_input_nodes
+    if len(nodes) > 1 or len(sources) != 1 or len(node.users) != 1 or node in returned or _stands_alone(node, view):
+        return ""
+    if traits_of(node).view not in _KEEPS_VALUES or not view.is_weight(sources[0]):
+        return ""
+    return f"{_calls([_op(node)], view.names[sources[0].name].text)}  {_type(node)}".rstrip()
 
 
 def _is_drawn(node: fx.Node) -> bool:
-    """Unused placeholders and the output node are left out."""
-    return node.op != "output" and not (node.op == "placeholder" and all(user.op == "output" for user in node.users))
+    """Unused placeholders, the output node and sizes are left out."""
+    unused = node.op == "placeholder" and all(user.op == "output" for user in node.users)
+    size = isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return node.op != "output" and not unused and not size
 
 
 def _copies(node: fx.Node, home: dict[fx.Node, fx.Node]) -> list[str]:
@@ -193,38 +302,53 @@ def _copy(source: fx.Node, user: fx.Node) -> str:
     return f"{source.name}@{user.name}" if constant else source.name
 
 
-def _attributes(view: _View, nodes: Sequence[fx.Node], returned: bool) -> str:
+def _box(view: _View, nodes: Sequence[fx.Node], inline: Mapping[fx.Node, str], returned: bool) -> dict[str, Any]:
     node = nodes[-1]
-    outcome = view.outcome(node)
-    values = {"label": _label(view, nodes), "tooltip": _tooltip(view, nodes)}
-    if not node.all_input_nodes:
-        values |= {"shape": "plaintext", "style": "", "fontcolor": "#606060", "fontsize": "8"}
-    elif _op(node) == "getitem":
-        values |= {"fontsize": "8"}
-    if outcome:
-        fill, line, _ = _COLOURS[outcome]
-        values |= {"fillcolor": fill, "color": line, "class": _classes(view, node)}
-    if _is_fused_op(node):
-        values |= {"fillcolor": _COLOURS["FUSED"][1], "fontcolor": "#ffffff", "fontsize": "12"}
-    if returned:
-        values |= {"penwidth": "2.5"}
-    return ", ".join(f"{key}={_quote(value)}" for key, value in values.items())
+    sources = dict.fromkeys(source for member in nodes for source in member.all_input_nodes)
+    head, *lines = _label(view, nodes)
+    return {
+        "kind": _kind(node),
+        "head": head,
+        "lines": lines,
+        "weights": [inline[source] for source in sources if source in inline],
+        "module": "" if len(nodes) == 1 and _op(node) == "getitem" else _module(view, node),
+        "tip": _tooltip(view, nodes),
+        "outcome": view.outcome(node),
+        "remarks": view.numbers(node),
+        "returned": returned,
+    }
 
 
-def _label(view: _View, nodes: Sequence[fx.Node]) -> str:
+def _kind(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return "input"
+    return "fused" if _is_fused_op(node) else "op" if node.all_input_nodes else "constant"
+
+
+def _module(view: _View, node: fx.Node) -> str:
+    """The path of a node's module; of a fused op, its chain's."""
+    paths = [module_of(node), *(view.remark(number).module for number in view.numbers(node))]
+    return _without_wrappers(next((path for path in paths if path), ""))
+
+
+def _without_wrappers(path: str) -> str:
+    return _WRAPPERS.sub("", path).rstrip(".")
+
+
+def _label(view: _View, nodes: Sequence[fx.Node]) -> list[str]:
     node = nodes[-1]
     if len(nodes) > 1:
-        return f"{_listed([_op(member) for member in nodes])}\n{_named(node)}"
+        return [_listed([_op(member) for member in nodes]), _named(view, node)]
     if _op(node) == "getitem":
-        return f"[{node.args[1]}]"
-    numbers = " ".join(f"#{number}" for number in _numbers(view, node))
-    head = node.name if node.op == "placeholder" else f"{_op(node)}   {numbers}".rstrip()
-    return f"{head}\n{_named(node)}".rstrip()
+        return [f"[{node.args[1]}]"]
+    numbers = " ".join(f"#{number}" for number in view.numbers(node))
+    head = view.name(node) if node.op == "placeholder" else _op(node)
+    return [line for line in (f"{head}  {numbers}".rstrip(), _named(view, node)) if line]
 
 
-def _named(node: fx.Node) -> str:
+def _named(view: _View, node: fx.Node) -> str:
     """Name and type, without a name that only repeats the op."""
-    repeats = node.op == "placeholder" or node.name == _op(node)
+    repeats = view.name(node) == node.name if node.op == "placeholder" else node.name == _op(node)
     return _type(node) if repeats else f"{node.name}  {_type(node)}".rstrip()
 
 
@@ -235,145 +359,124 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _tooltip(view: _View, nodes: Sequence[fx.Node]) -> str:
-    remarks = (str(view.remark(number)) for number in view.remarks.get(nodes[-1].name, ()))
-    return "\n".join([*(_statement(node) for node in nodes), *remarks])
+    remarks = (str(view.remark(number)) for number in view.numbers(nodes[-1]))
+    return "\n".join([*(_statement(view, node) for node in nodes), *remarks])
 
 
-def _statement(node: fx.Node) -> str:
-    """`mm = mm(view_2, permute)  bf16[32, 16]`."""
+def _statement(view: _View, node: fx.Node) -> str:
+    """`mm = mm(view_2, permute)  bf16[32, 16]`, and of an input its own name."""
     values = [*(str(value) for value in node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
     call = node.op if node.op in ("placeholder", "output") else f"{_op(node)}({', '.join(values)})"
-    return f"{node.name} = {call}  {_type(node)}".rstrip()
+    known = "" if view.name(node) == node.name else f"  {view.name(node)}"
+    return f"{node.name} = {call}{known}  {_type(node)}".rstrip()
 
 
-def _classes(view: _View, node: fx.Node) -> str:
-    return " ".join(f"r{number}" for number in _numbers(view, node))
-
-
-def _numbers(view: _View, node: fx.Node) -> tuple[int, ...]:
-    """The remarks of a node. A fused op carries the name of the collective that it replaced."""
-    name = node.meta.get("asynctp_collective", node.name)
-    remarks = enumerate(view.report.remarks, 1)
-    if _is_fused_op(node):
-        return tuple(number for number, remark in remarks if remark.collective == name)
-    return view.remarks.get(name, ())
-
-
-def _edges(view: _View, home: dict[fx.Node, fx.Node]) -> list[str]:
-    lines = []
-    drawn = set()
+def _edges(view: _View, home: dict[fx.Node, fx.Node], drawn: Mapping[fx.Node, Any]) -> list[list[str | None]]:
+    """From box to box, each once. One within a chain has its outcome."""
+    found: dict[tuple[str, str], Outcome | None] = {}
     for node in view.graph.nodes:
         for source in node.all_input_nodes:
             ends = (home[source], home[node])
-            if ends[0] is ends[1] or ends in drawn or not all(map(_is_drawn, ends)):
-                continue
-            drawn.add(ends)
-            lines.append(f"  {_quote(_copy(*ends))} -> {_quote(ends[1].name)}{_edge_style(view, source, node)};")
-    return lines
+            if ends[0] is not ends[1] and ends[0] in drawn and ends[1] in drawn:
+                found.setdefault((_copy(*ends), ends[1].name), _outcome_between(view, source, node))
+    return [[*ends, outcome] for ends, outcome in found.items()]
 
 
-def _edge_style(view: _View, source: fx.Node, node: fx.Node) -> str:
+def _outcome_between(view: _View, source: fx.Node, node: fx.Node) -> Outcome | None:
     shared = set(view.remarks.get(source.name, ())) & set(view.remarks.get(node.name, ()))
-    outcome = _first_outcome(map(view.remark, shared))
-    return "" if outcome is None else f' [color="{_COLOURS[outcome][1]}", penwidth=2]'
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\\n", "\\l" if text.count("\n") > 2 else "\\n")
+    return _first_outcome(map(view.remark, shared))
 
 
 # --- the page ------------------------------------------------------------------------------------------------
-@dataclass
-class _Pictures:
-    """Both graphs as HTML, and why they are not drawings, if they are not."""
-
-    before: str
-    after: str
-    notice: str = ""
-
-
-def write_page(folder: str | Path, before: fx.Graph, after: fx.Graph, report: Report) -> Path:
+def write_page(
+    folder: str | Path, before: fx.Graph, after: fx.Graph, report: Report, names: Names | None = None
+) -> Path:
     """Write one HTML page with a graph before and after the pass. It needs no network and no other file.
+
+    `index.html` in the same folder, which lists all its pages, is written anew.
 
     Args:
         folder: Where to write; made when it is not there.
         before: The graph before the pass (a copy).
         after: The graph after it.
         report: What the pass reported.
+        names: The names of the function's inputs; a forward adds what its backward takes.
 
     Returns:
         The page's path, `<graph>-<phase>.html`, or with `-2`, `-3`, … when that name is taken.
     """
-    pictures = _pictures(before, after, report)
+    names = names or Names()
+    known = names.of_graph(before)
+    if report.phase == "forward":
+        names.save(before, known)
+    about = About.now(report)
+    pictures = {"before": picture(before, report, known), "after": picture(after, report, known)}
     template = Template(Path(__file__).with_name("graph_page.html").read_text(encoding="utf-8"))
     page = template.substitute(
         title=html.escape(f"{report.graph} ({report.phase})"),
+        about=about.to_meta(),
+        subtitle=html.escape(about.subtitle),
         totals=_totals(report),
         styles=_styles(),
-        legend=_legend(),
-        notice=f'<p class="notice">{html.escape(pictures.notice)}</p>' if pictures.notice else "",
-        before=pictures.before,
-        after=pictures.after,
+        legend=_legend(report),
+        layout=_layout(),
+        pictures=_for_script(pictures),
         rows="\n".join(_row(number, remark) for number, remark in enumerate(report.remarks, 1)),
         report=html.escape(str(report)),
-        before_text=_listing(before, report),
-        after_text=_listing(after, report),
+        before_text=_listing(before, report, known),
+        after_text=_listing(after, report, known),
     )
     path = _write_new(Path(folder), _slug(f"{report.graph}-{report.phase}"), page)
+    write_index(Path(folder))
     log.info("graph page of %s (%s): %s", report.graph, report.phase, path)
     return path
 
 
-def _pictures(before: fx.Graph, after: fx.Graph, report: Report) -> _Pictures:
-    """Both graphs as SVG, or as text when they cannot be drawn."""
-    try:
-        return _Pictures(_svg(to_dot(before, report)), _svg(to_dot(after, report)))
-    except FileNotFoundError:
-        notice = _NO_DOT
-    except (subprocess.SubprocessError, OSError) as error:
-        notice = f"'dot' could not draw the graphs, so they are shown as text: {error}"
-    log.warning("asynctp: %s", notice)
-    texts = [f'<pre class="listing">{_listing(graph, report)}</pre>' for graph in (before, after)]
-    return _Pictures(texts[0], texts[1], notice)
+def _for_script(values: Any) -> str:
+    """JSON that can stand in a script element."""
+    return json.dumps(values, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _svg(dot: str) -> str:
-    """Draw with the `dot` program; only the `<svg>` element, without the XML header."""
-    program = shutil.which("dot")
-    if program is None:
-        raise FileNotFoundError("dot")
-    done = subprocess.run([program, "-Tsvg"], input=dot.encode(), capture_output=True, timeout=_DOT_TIMEOUT_S)
-    if done.returncode:
-        raise subprocess.SubprocessError(done.stderr.decode(errors="replace").strip()[-400:])
-    text = done.stdout.decode()
-    return text[text.index("<svg") :]
+@functools.cache
+def _layout() -> str:
+    """The layout program, with its licence, for a script element."""
+    folder = Path(__file__).with_name("dagre")
+    licence = (folder / "LICENSE").read_text(encoding="utf-8").strip()
+    program = (folder / "dagre.min.js").read_text(encoding="utf-8").partition("//# sourceMappingURL")[0].strip()
+    return f"/*! dagre, from npm's @dagrejs/dagre\n{licence} */\n{program}"
 
 
-def _listing(graph: fx.Graph, report: Report) -> str:
+def _listing(graph: fx.Graph, report: Report, names: Mapping[str, InputName]) -> str:
     """The graph as coloured text: a line a node, members of a chain indented under its number."""
-    view = _View.of(graph, report)
+    view = _View.of(graph, report, names)
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder" and not node.users:
             continue
         outcome = view.outcome(node)
-        marks = " ".join(f"#{number}" for number in _numbers(view, node))
-        text = html.escape(f"    {marks:<6} {_statement(node)}" if outcome else _statement(node))
+        marks = " ".join(f"#{number}" for number in view.numbers(node))
+        text = html.escape(f"    {marks:<6} {_statement(view, node)}" if outcome else _statement(view, node))
         lines.append(f'<span class="{outcome.lower()}">{text}</span>' if outcome else text)
     return "\n".join(lines)
 
 
 def _styles() -> str:
-    """CSS of the outcomes: of the chips, and of the lines of a listing."""
-    lines = {outcome.lower(): line for outcome, (_, line, _) in _COLOURS.items()}
-    chips = [f".chip.{name} {{ background: {line}; }}" for name, line in lines.items()]
-    return "\n".join([*chips, *(f"pre .{name} {{ color: {line}; font-weight: 600; }}" for name, line in lines.items())])
+    """CSS: of each outcome a class with its fill and its line, in light and in dark."""
+    light = [_style(outcome, *colours.light) for outcome, colours in _COLOURS.items()]
+    dark = [_style(outcome, *colours.dark) for outcome, colours in _COLOURS.items()]
+    return "\n".join([*light, "@media (prefers-color-scheme: dark) {", *dark, "}"])
 
 
-def _legend() -> str:
+def _style(outcome: Outcome, fill: str, line: str) -> str:
+    return f".{outcome.lower()} {{ --fill: {fill}; --stroke: {line}; }}"
+
+
+def _legend(report: Report) -> str:
+    """The outcomes that are there, with their colours."""
     return "\n".join(
-        f'<span class="key" style="background:{fill};border:1px solid {line}"></span>{outcome}: {html.escape(meaning)}'
-        for outcome, (fill, line, meaning) in _COLOURS.items()
+        f'<span class="key {outcome.lower()}"></span>{outcome}: {html.escape(colours.meaning)}'
+        for outcome, colours in _COLOURS.items()
+        if report.with_outcome(outcome)
     )
 
 
@@ -396,12 +499,13 @@ def _row(number: int, remark: Remark) -> str:
     cells: list[Any] = [
         f"#{number}",
         f'<span class="chip {remark.outcome.lower()}">{remark.outcome}</span>',
-        f"{html.escape(remark.kind)}<br><small>{chain}</small>{source}",
+        f"<b>{html.escape(_without_wrappers(remark.module or ''))}</b>{source}",
+        f"{html.escape(remark.kind)}<br><small>{chain}</small>",
         shapes,
         reason,
         remedy,
     ]
-    return f'<tr data-remark="r{number}">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    return f'<tr data-remark="{number}" tabindex="0">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
 def _slug(text: str) -> str:

@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     profiled.add_argument("--layer", metavar="NAME", help="only the first record_function range of this name")
     profiled.add_argument("--device", type=int, help="only this GPU (default: all; of a picture, the first)")
     profiled.add_argument(
-        "--timeline", type=Path, metavar="FILE.svg", help="draw the streams of one GPU (of one trace)"
+        "--timeline", type=Path, metavar="FILE.svg", help="draw one GPU's streams, of several traces on one time scale"
     )
     profiled.add_argument(
         "--rule", action="append", default=[], metavar="KIND=REGEX",
@@ -556,8 +556,6 @@ def _read_profiles(options: argparse.Namespace) -> int:
         raise UsageError(f"profile: --timeline {options.timeline} is not valid; it must be a file that can be written")
     rules = [_rule(text) for text in options.rule]
     traces = [profile.read(path, rules) for path in options.traces]
-    if options.timeline is not None and len(traces) != 1:
-        raise UsageError(f"profile: --timeline draws one trace and {len(traces)} were given; give one at a time")
     found = [summary for trace in traces for summary in _summaries(trace, options)]
     if options.json:
         print(json.dumps([summary.to_json() for summary in found], indent=2))
@@ -566,11 +564,17 @@ def _read_profiles(options: argparse.Namespace) -> int:
     else:
         print("\n\n".join(map(profile.render, found)))
     if options.timeline is not None:
-        device = found[0].device
-        window = profile.find_annotation(traces[0], options.layer, device) if options.layer else None
-        files.write(options.timeline, profile.timeline(traces[0], device, window, options.layer or ""))
+        files.write(options.timeline, profile.timeline(*(_panel(trace, options) for trace in traces)))
         print(f"wrote {options.timeline}", file=sys.stderr)
     return 0
+
+
+def _panel(trace: profile.Trace, options: argparse.Namespace) -> profile.Panel:
+    """A trace as it is drawn: of one GPU, and the layer that is asked for."""
+    device = trace.devices[0] if options.device is None else options.device
+    window = profile.find_annotation(trace, options.layer, device) if options.layer else None
+    name = Path(trace.name).name
+    return profile.Panel(trace, device, window, f"{name}, {options.layer}" if options.layer else name)
 
 
 def _rule(text: str) -> profile.Rule:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +29,7 @@ from asynctp_passes.config import write_whole
 __all__ = [
     "RULES",
     "Event",
+    "Panel",
     "Rule",
     "Summary",
     "Tile",
@@ -35,6 +37,7 @@ __all__ = [
     "TraceError",
     "add_tiles",
     "compare",
+    "folded",
     "read",
     "render",
     "summarize",
@@ -138,6 +141,8 @@ class Trace:
         annotations: `record_function` ranges as they show on the GPUs: (name, device, interval).
         steps: Steps that a profiler schedule recorded; 1 when there was no schedule.
         tiles: What `add_tiles` wrote.
+        machine: The GPUs, as `"4 × NVIDIA H200"`; empty where the file does not say it.
+        date: The day in UTC, as `"2026-11-22"`; empty where the file does not say it.
     """
 
     name: str
@@ -145,6 +150,8 @@ class Trace:
     annotations: tuple[tuple[str, int, Interval], ...] = ()
     steps: int = 1
     tiles: tuple[Tile, ...] = ()
+    machine: str = ""
+    date: str = ""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -254,7 +261,28 @@ def _trace(path: str | Path, whole: Mapping[str, Any], rules: Sequence[Rule] = (
         )
     events.sort(key=lambda event: (event.start, event.stream))
     by_time = tuple(sorted(annotations, key=lambda each: each[2]))
-    return Trace(str(path), tuple(events), by_time, max(1, len(steps)), tuple(tiles))
+    about = _machine(whole), _date(whole, events[0].start)
+    return Trace(str(path), tuple(events), by_time, max(1, len(steps)), tuple(tiles), *about)
+
+
+def _machine(whole: Mapping[str, Any]) -> str:
+    devices, ranks = whole.get("deviceProperties"), whole.get("distributedInfo")
+    first = devices[0] if isinstance(devices, list) and devices else None
+    name = first.get("name") if isinstance(first, dict) else None
+    count = ranks.get("world_size") if isinstance(ranks, dict) else None
+    return "" if not isinstance(name, str) else f"{count} × {name}" if type(count) is int else name
+
+
+def _date(whole: Mapping[str, Any], start: float) -> str:
+    """The day of an event, whose time counts from the file's base; empty where there is none."""
+    base = whole.get("baseTimeNanoseconds")
+    if type(base) is not int:
+        return ""
+    seconds = base / 1e9 + start / 1e6
+    return time.strftime("%Y-%m-%d", time.gmtime(seconds)) if 0 < seconds < _LATEST else ""
+
+
+_LATEST = 2.0**33  # seconds since 1970: in the year 2242
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -486,70 +514,171 @@ def compare(before: Summary, after: Summary) -> str:
 
 
 # --- picture -----------------------------------------------------------------------------------------------------
-_COLOURS = {"communication": "#d9534f", "compute": "#4a7ebb", "other": "#999999"}
-_LEFT, _WIDTH, _ROW, _TOP = 110, 1000, 30, 44
+_COLOURS = {"communication": "#c0392b", "compute": "#2f6cb0", "other": "#6b7280"}
+_LEFT, _WIDTH, _ROW, _TOP, _TAIL = 110, 1000, 30, 38, 32
 _PROCESSOR = 3  # height of an SM's row
 #: of ranks. Source: Okabe and Ito, "Color Universal Design"
 _RANKS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
+_STYLE = """<style>
+text { fill: #1d1d1f } .title { font-size: 14px } .line { stroke: #d0d0d4 } .end { stroke: #1d1d1f }
+.page { fill: #fff } .box { stroke: #fff; stroke-width: .5 } .name { fill: #fff; font-size: 10px }
+@media (prefers-color-scheme: dark) { text { fill: #e9e9ec } .name { fill: #fff } .line { stroke: #3a3b40 }
+.end { stroke: #e9e9ec } .page { fill: #151618 } .box { stroke: #151618 } }
+</style>"""
+#: names of kernels, and what is shown of them where a box has room; the whole name is in its tooltip
+_FOLDED = (
+    (r"^triton_([a-z]+)_fused_.*_(\d+)$", r"triton_\1_…_\2"),
+    (r"^ncclDevKernel_(\w+?)_(?:RING|TREE|NVLS|COLLNET)\w*(?:\(.*)?$", r"nccl \1"),
+    (r"^nvjet_(?:sm\d+_)?\w+?_(\d+x\d+)_.*$", r"nvjet \1"),
+    (r"^cudnn_generated_\w*?(flash_[a-z]+)_.*$", r"cudnn \1"),
+    (r"^(Memcpy|Memset) (\w+).*$", r"\1 \2"),
+    (r"^(?:void )?(?:\w+::|\(anonymous namespace\)::)*(\w+)[<(].*$", r"\1"),
+)
 
 
-def timeline(trace: Trace, device: int | None = None, window: Interval | None = None, title: str = "") -> str:
-    """An SVG picture: a row for each stream of a device, a box for each event, coloured by kind.
+@dataclass(frozen=True)
+class Panel:
+    """A part of a trace that is drawn.
 
-    Where the trace has tiles (`add_tiles`), they are below, with a thin row for each SM, coloured by rank.
-
-    Args:
+    Attributes:
         trace: The trace.
         device: The GPU; the first one when None.
         window: Start and end in the trace's microseconds; the whole trace when None.
         title: Written above it; the file's name when empty.
+    """
+
+    trace: Trace
+    device: int | None = None
+    window: Interval | None = None
+    title: str = ""
+
+
+def timeline(*panels: Panel) -> str:
+    """An SVG picture, for light and dark pages: a row for each stream of a GPU, a box for each event, coloured by kind.
+
+    Several panels are one below the other, on one time scale. Where a trace has tiles (`add_tiles`), they are below its
+    streams, with a thin row for each SM, coloured by rank.
+
+    Args:
+        panels: What to draw, one at least.
 
     Raises:
-        TraceError: Nothing ran on that device in that time.
+        TraceError: Nothing ran on one's device in its window.
     """
-    device = trace.devices[0] if device is None else device
-    events = cut([event for event in trace.events if event.device == device], window)
-    if not events:
-        raise TraceError(f"{trace.name}: nothing ran on GPU {device} there; the GPUs are {trace.devices}")
-    low, high = window or (min(event.start for event in events), max(event.end for event in events))
-    streams = sorted({event.stream for event in events})
-    scale = _WIDTH / max(high - low, 1e-9)
-    tiles = cut([tile for tile in trace.tiles if tile.device == device], (low, high))
-    band = _TOP + _ROW * len(streams)
-    bottom = band + (10 + _PROCESSOR * len({tile.processor for tile in tiles}) if tiles else 0)
-    height = bottom + (74 if tiles else 50)
-    summary = _summarize(trace.name, device, events, 1)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="8" y="18" font-size="14">{escape(title or Path(trace.name).name)}: GPU {device}, '
-        f"{high - low:.0f} µs, exposed communication {summary.exposed:.0f} µs</text>",
-    ]
-    for row, stream in enumerate(streams):
-        y = _TOP + _ROW * row
-        parts.append(f'<text x="8" y="{y + 18}">stream {stream}</text>')
-        mine = [event for event in events if event.stream == stream]
-        parts += [_box(event, _LEFT + (event.start - low) * scale, y, scale) for event in mine]
-    parts += [*_tiles(tiles, low, scale, band + 6), *_ranks(tiles, bottom + 54)]
-    parts += [_tick(_LEFT + _WIDTH * i / 5, bottom, (high - low) * i / 5) for i in range(6)]
+    drawn = [_Drawn.of(panel) for panel in panels]
+    longest = max(each.high - each.low for each in drawn)
+    scale, parts, top = _WIDTH / max(longest, 1e-9), list[str](), 0
+    for each in drawn:
+        parts += each.lines(top, scale, longest)
+        top += each.height
     for index, (kind, colour) in enumerate(_COLOURS.items()):
         x = _LEFT + 150 * index
-        parts.append(f'<rect x="{x}" y="{bottom + 30}" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{x + 18}" y="{bottom + 40}">{kind}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+        parts.append(f'<rect x="{x}" y="{top + 4}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 18}" y="{top + 14}">{kind}</text>')
+    ranks = list(_ranks([tile for each in drawn for tile in each.tiles], top + 28))
+    height = top + (50 if ranks else 26)
+    width = _LEFT + _WIDTH + 30
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        'font-family="system-ui, sans-serif" font-size="12">'
+    )
+    page = '<rect class="page" width="100%" height="100%"/>'
+    return "\n".join([head, _STYLE, page, *parts, *ranks, "</svg>", ""])
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A panel, with the events and tiles in it; times in microseconds."""
+
+    title: str
+    device: int
+    low: float
+    high: float
+    events: Sequence[Event]
+    tiles: Sequence[Tile]
+
+    @classmethod
+    def of(cls, panel: Panel) -> _Drawn:
+        trace = panel.trace
+        device = trace.devices[0] if panel.device is None else panel.device
+        events = cut([event for event in trace.events if event.device == device], panel.window)
+        if not events:
+            raise TraceError(f"{trace.name}: nothing ran on GPU {device} there; the GPUs are {trace.devices}")
+        low, high = panel.window or (min(event.start for event in events), max(event.end for event in events))
+        tiles = cut([tile for tile in trace.tiles if tile.device == device], (low, high))
+        place = f"GPU {device} of {trace.machine}" if trace.machine else f"GPU {device}"
+        name = panel.title or Path(trace.name).name
+        return cls(", ".join(part for part in (name, place, trace.date) if part), device, low, high, events, tiles)
+
+    @property
+    def streams(self) -> list[int]:
+        return sorted({event.stream for event in self.events})
+
+    @property
+    def height(self) -> int:
+        rows = 10 + _PROCESSOR * len({tile.processor for tile in self.tiles}) if self.tiles else 0
+        return _TOP + _ROW * len(self.streams) + rows + _TAIL
+
+    def lines(self, top: int, scale: float, longest: float) -> Iterator[str]:
+        """The elements, from `top` on."""
+        summary = _summarize("", self.device, self.events, 1)
+        length, exposed = (_in_unit(value, longest) for value in (self.high - self.low, summary.exposed))
+        told = f"{self.title}: {length}, exposed communication {exposed}"
+        yield f'<text class="title" x="8" y="{top + 20}">{escape(told)}</text>'
+        bottom = top + self.height - _TAIL
+        yield from _scale(top + _TOP - 4, bottom, scale, longest)
+        for row, stream in enumerate(self.streams):
+            y = top + _TOP + _ROW * row
+            yield f'<text x="8" y="{y + 18}">stream {stream}</text>'
+            for event in self.events:
+                if event.stream == stream:
+                    yield _box(event, _LEFT + (event.start - self.low) * scale, y, scale)
+        yield from _tiles(self.tiles, self.low, scale, top + _TOP + _ROW * len(self.streams) + 6)
+        end = _LEFT + (self.high - self.low) * scale
+        yield f'<line class="end" x1="{end:.1f}" x2="{end:.1f}" y1="{top + _TOP - 4}" y2="{bottom}"/>'
+
+
+def _in_unit(value: float, longest: float) -> str:
+    """Microseconds as text: in milliseconds where the longest time of a picture has many."""
+    return f"{value / 1000:.2f} ms" if longest >= _IN_MILLISECONDS else f"{value:.0f} µs"
+
+
+_IN_MILLISECONDS = 5000.0
+_MOST_TICKS = 10
+
+
+def _scale(top: int, bottom: int, scale: float, longest: float) -> Iterator[str]:
+    """Lines at round times, with the times below."""
+    step = next(
+        factor * 10.0**power for power in range(-3, 12) for factor in (1, 2, 5)
+        if longest / (factor * 10.0**power) <= _MOST_TICKS
+    )  # fmt: skip
+    for number in range(int(longest / step + 1e-9) + 1):
+        time, x = number * step, _LEFT + number * step * scale
+        text = f"{time / 1000:.10g} ms" if longest >= _IN_MILLISECONDS else f"{time:.10g} µs"
+        yield f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom + 4}"/>'
+        yield f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{text}</text>'
+
+
+def folded(name: str) -> str:
+    """A kernel's name in short: `triton_red_…_25`, `nccl AllGather`, `nvjet 128x128`."""
+    return next((re.sub(pattern, short, name) for pattern, short in _FOLDED if re.match(pattern, name)), name)
 
 
 def _box(event: Event, x: float, y: float, scale: float) -> str:
-    """One event, with its name where there is room and in a tooltip."""
+    """One event, with its name in short where there is room, and the whole of it in a tooltip."""
     width = max(0.5, (event.end - event.start) * scale)
-    name = escape(event.name)
-    label = escape(event.name[: int((width - 6) / 6.5)]) if width > 40 else ""
-    text = f'<text x="{x + 3:.1f}" y="{y + 17}" font-size="10" fill="white">{label}</text>' if label else ""
+    name, room = folded(event.name), int((width - 6) / 6.2)
+    label = name if len(name) <= room else f"{name[: room - 1]}…" if room >= _SHORTEST else ""
+    text = f'<text class="name" x="{x + 3:.1f}" y="{y + 17}">{escape(label)}</text>' if label else ""
     return (
-        f'<g><title>{name}, {event.end - event.start:.1f} µs</title><rect x="{x:.2f}" y="{y + 3}" width="{width:.2f}" '
-        f'height="{_ROW - 8}" fill="{_COLOURS[event.rule.kind]}" stroke="white" stroke-width="0.5"/>{text}</g>'
+        f"<g><title>{escape(event.name)}, {event.end - event.start:.1f} µs</title>"
+        f'<rect class="box" x="{x:.2f}" y="{y + 3}" width="{width:.2f}" '
+        f'height="{_ROW - 8}" fill="{_COLOURS[event.rule.kind]}"/>{text}</g>'
     )
+
+
+_SHORTEST = 6  # letters of a name that is cut
 
 
 def _tiles(tiles: Sequence[Tile], low: float, scale: float, top: int) -> Iterator[str]:
@@ -586,10 +715,3 @@ def _ranks(tiles: Sequence[Tile], y: int) -> Iterator[str]:
         x = _LEFT + 110 * index
         yield f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>'
         yield f'<text x="{x + 18}" y="{y + 10}">{text}</text>'
-
-
-def _tick(x: float, y: float, value: float) -> str:
-    return (
-        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{y + 4}" stroke="#cccccc"/>'
-        f'<text x="{x:.1f}" y="{y + 18}" text-anchor="middle">{value:.0f} µs</text>'
-    )

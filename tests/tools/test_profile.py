@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -245,28 +246,111 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["parts"]["NCCL kernels"] == ["communication", 2, 550]
 
 
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def boxes_of(root: ElementTree.Element) -> dict[str, ElementTree.Element]:
+    """The boxes of events, by what their tooltips say."""
+    return {each.findtext(f"{SVG}title", ""): next(each.iter(f"{SVG}rect")) for each in root.iter(f"{SVG}g")}
+
+
+def texts_of(root: ElementTree.Element) -> list[str]:
+    return [each.text or "" for each in root.iter(f"{SVG}text")]
+
+
 def test_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One row a stream, one box an event, in its place and of its length."""
     source, picture = write(tmp_path / "trace.json", FUSED), tmp_path / "new" / "out.svg"
     assert main(["profile", str(source), "--timeline", str(picture)]) == 0
     assert f"wrote {picture}" in capsys.readouterr().err
     root = ElementTree.parse(picture).getroot()
-    space = "{http://www.w3.org/2000/svg}"
-    texts = [each.text or "" for each in root.iter(f"{space}text")]
+    texts = texts_of(root)
     assert [each for each in texts if each.startswith("stream")] == ["stream 7", "stream 9", "stream 20", "stream 21"]
-    assert any("540 µs, exposed communication 40 µs" in each for each in texts)
-    boxes = {group.findtext(f"{space}title"): group.find(f"{space}rect") for group in root.iter(f"{space}g")}
-    assert len(list(root.iter(f"{space}g"))) == len(FUSED)
-    gemm = boxes["gemm_kernel, 440.0 µs"]
-    assert gemm is not None
+    assert "trace.json, GPU 0: 540 µs, exposed communication 40 µs" in texts
+    assert len(boxes_of(root)) <= len(list(root.iter(f"{SVG}g"))) == len(FUSED)
+    gemm = boxes_of(root)["gemm_kernel, 440.0 µs"]
     assert float(gemm.get("x", 0)) == pytest.approx(110 + 20 / 540 * 1000, abs=0.01)
     assert float(gemm.get("width", 0)) == pytest.approx(440 / 540 * 1000, abs=0.01)
+    assert "prefers-color-scheme: dark" in picture.read_text(encoding="utf-8")
 
 
-def test_timeline_of_two_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(write(tmp_path / "t.json", PLAIN))
-    assert main(["profile", path, path, "--timeline", str(tmp_path / "out.svg")]) == 2
-    assert "--timeline draws one trace and 2 were given" in capsys.readouterr().err
+def test_timeline_of_two_traces(tmp_path: Path) -> None:
+    """Both have the time scale of the longer one: a GEMM of 440 µs is as wide in either."""
+    traces = [str(write(tmp_path / f"{name}.json", events)) for name, events in (("plain", PLAIN), ("fused", FUSED))]
+    picture = tmp_path / "out.svg"
+    assert main(["profile", *traces, "--timeline", str(picture)]) == 0
+    root = ElementTree.parse(picture).getroot()
+    titles = [each for each in texts_of(root) if "exposed communication" in each]
+    assert [each.partition(",")[0] for each in titles] == ["plain.json", "fused.json"]
+    assert "1000 µs" in titles[0]
+    assert float(boxes_of(root)["gemm_kernel, 440.0 µs"].get("width", 0)) == pytest.approx(440, abs=0.01)
+    ends = [each for each in root.iter(f"{SVG}line") if each.get("class") == "end"]
+    assert [float(each.get("x1", 0)) for each in ends] == pytest.approx([1110, 650], abs=0.1)
+    assert texts_of(root).count("400 µs") == 2, "a scale below each"
+    places = [float(each.get("y", 0)) for each in root.iter(f"{SVG}rect") if each.get("class") == "box"]
+    assert max(places) < float(root.get("height", 0))
+
+
+@pytest.mark.parametrize(
+    ("length", "ticks"),
+    [
+        (540, ["0 µs", "100 µs", "200 µs", "300 µs", "400 µs", "500 µs"]),
+        (1000, [f"{each} µs" for each in range(0, 1001, 100)]),
+        (10912, [f"{each} ms" for each in range(0, 11, 2)]),
+        (5000, [f"{each / 2:g} ms" for each in range(11)]),
+        (0.5, [f"{each / 100:g} µs" for each in range(0, 51, 5)]),
+        (3e8, [f"{each} ms" for each in range(0, 300_001, 50_000)]),
+    ],
+)
+def test_ticks_are_at_round_times(length: float, ticks: list[str]) -> None:
+    lines = "".join(profile._scale(0, 10, 1000 / length, length))
+    assert re.findall(r">([^<>]+)</text>", lines) == ticks
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("triton_red_fused__fused_rms_norm__to_copy_abs_all_gather_into_tensor_amax_clamp_exp2_0", "triton_red_…_0"),
+        ("triton_poi_fused_add_29", "triton_poi_…_29"),
+        ("ncclDevKernel_AllReduce_Sum_f64_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "nccl AllReduce_Sum_f64"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "nccl AllGather"),
+        ("nvjet_sm90_qqtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT", "nvjet 128x160"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128", "cudnn flash_bprop"),
+        ("Memcpy PtoP (Device -> Device)", "Memcpy PtoP"),
+        ("void cudnn::fusion::fmha_reduce_head<true>(void const*, void*)", "fmha_reduce_head"),
+        ("void at::native::(anonymous namespace)::fill<4, at::F<float>>(int)", "fill"),
+        ("gemm_kernel", "gemm_kernel"),
+        ("my_kernel_1", "my_kernel_1"),
+    ],
+)
+def test_names_of_kernels_are_folded(name: str, short: str) -> None:
+    assert profile.folded(name) == short
+
+
+def test_a_box_has_as_much_of_a_name_as_fits(tmp_path: Path) -> None:
+    def label(width: float) -> str:
+        name = "triton_red_fused_abs_amax_view_13"
+        event = profile.Event(name, 0, 7, 0.0, width, profile.RULES[-1])
+        box = profile._box(event, 0.0, 0, 1.0)
+        assert f"<title>{name}, {width:.1f} µs</title>" in box
+        return "".join(re.findall(r">([^<>]*)</text>", box))
+
+    assert [label(width) for width in (20, 60, 200)] == ["", "triton_…", "triton_red_…_13"]
+
+
+def test_a_picture_says_which_gpus_and_when(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.json", FUSED)
+    known = json.loads(path.read_text())
+    base = 1_795_284_508_000_000_000
+    more = {"deviceProperties": [{"id": 0, "name": "NVIDIA H200"}], "baseTimeNanoseconds": base}
+    for ranks, machine in (({"world_size": 4}, "4 × NVIDIA H200"), (None, "NVIDIA H200")):
+        path.write_text(json.dumps({**known, **more, "distributedInfo": ranks}))
+        trace = profile.read(path)
+        assert (trace.machine, trace.date) == (machine, "2026-11-21")
+        assert f"trace.json, GPU 0 of {machine}, 2026-11-21: 540 µs" in profile.timeline(profile.Panel(trace))
+    for odd in ({"deviceProperties": "x"}, {"deviceProperties": [3]}, {"baseTimeNanoseconds": 10**40}):
+        path.write_text(json.dumps({**known, **odd}))
+        assert (profile.read(path).machine, profile.read(path).date) == ("", "")
 
 
 # --- tiles -------------------------------------------------------------------------------------------------------
@@ -370,6 +454,7 @@ def test_tiles_in_the_picture(tmp_path: Path) -> None:
     root = ElementTree.parse(picture).getroot()
     space = "{http://www.w3.org/2000/svg}"
     assert float(root.get("height", 0)) == float(without.get("height", 0)) + 10 + 2 * profile._PROCESSOR + 24
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
     streams, paths = 4, [(each.get("fill", ""), each.get("d", "")) for each in root.iter(f"{space}path")]
     colours = [fill for fill, _ in paths]
     assert colours == [profile._shade(0, False), profile._shade(1, False), profile._shade(1, True)]
@@ -386,7 +471,7 @@ def test_tiles_outside_of_the_range_are_not_drawn(tmp_path: Path) -> None:
     """A scatter never waits, and its legend says nothing of that."""
     path = write(tmp_path / "trace.json", FUSED)
     profile.add_tiles(path, [stamped((1, 0, 0, 0, 100), (0, 0, 98, 98, 300), op="matmul_reduce_scatter")])
-    picture = profile.timeline(profile.read(path), window=(0, 200))
+    picture = profile.timeline(profile.Panel(profile.read(path), window=(0, 200)))
     assert "rank 1" in picture
     assert "rank 0 (own)" not in picture
     assert "lighter" not in picture

@@ -13,6 +13,7 @@ import torch
 
 from asynctp_passes.config import can_be_written
 from asynctp_passes.reporting import files
+from asynctp_passes.reporting.graph_index import INDEX
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.tools.demo.launch import RankError, run_ranks
 from asynctp_passes.tools.demo.model import collectives_per_direction
@@ -67,7 +68,8 @@ def run_demo(steps: int = 60, ranks: int | None = None, out: str | Path = "async
     files.write(folder / REPORTS, "".join(f"{text}\n" for text in result.reports), append=True)
     verdict = judge(result.losses, reports, collectives_per_direction(settings.sizes), TOLERANCE[device])
     print(_outcome(result, reports, verdict.lines))
-    print(_written(folder, sorted(set(graphs.glob("*.html")) - earlier)))
+    written = sorted(set(graphs.glob("*.html")) - earlier - {graphs / INDEX})
+    print(_written(folder, [graphs / INDEX, *written] if written else []))
     print("demo: passed" if verdict.good else "demo: FAILED, see the lines above")
     return verdict.good
 
