@@ -92,7 +92,7 @@ class Config:
         trace: Emit each report as a structured-trace artifact, which tlparse shows.
         report_file: Append each report to this file as one line of JSON; None writes none.
         graph_dir: Write a page with the graph before and after, chains coloured by outcome, into this folder
-            for every compiled graph; None writes none.
+            for every compiled graph, and `index.html`, which lists them; None writes none.
 
     Every field can also be set by an environment variable: `ASYNCTP_` and its name in capitals; an explicit
     argument of `Config.from_options` wins over the environment.

@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asynctp_passes.tools.plots import pyplot
@@ -23,25 +24,42 @@ class LogError(Exception):
     """A file is no log, or a picture cannot be written; the message says what to do."""
 
 
-def read_losses(path: Path) -> dict[int, float]:
-    """Loss by step.
+@dataclass
+class Run:
+    """What a log says: the loss by step, and the model, the device, torch's version and the day."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    about: list[str] = field(default_factory=list)
+
+
+def read_run(path: Path) -> Run:
+    """Read a log.
 
     Raises:
         LogError: The file cannot be read, or has no step.
     """
-    losses: dict[int, float] = {}
+    run = Run()
     where = str(path)
     try:
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             where = f"{path}:{number}"
             line = json.loads(text) if text.strip() else {"event": ""}
             if line["event"] == "step":
-                losses[int(line["step"])] = float(line["loss"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+                run.losses[int(line["step"])] = float(line["loss"])
+            elif line["event"] == "start":
+                told = {"size": line.get("options", {}).get("size"), "torch": line.get("torch")}
+                parts = [
+                    *(f"{name} {value}" for name, value in told.items() if value),
+                    line.get("device"),
+                    line.get("date"),
+                ]
+                run.about += [part for part in parts if part and part not in run.about]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LogError(f"{where} is no log ({error!r}); give a file that train_llama.py --loss-log wrote") from error
-    if not losses:
+    if not run.losses:
         raise LogError(f"{path} has no step; give a file that train_llama.py --loss-log wrote")
-    return dict(sorted(losses.items()))
+    run.losses = dict(sorted(run.losses.items()))
+    return run
 
 
 def named(paths: Sequence[Path]) -> dict[str, Path]:
@@ -69,7 +87,7 @@ def table(curves: dict[str, dict[int, float]]) -> str:
     return "\n".join(lines)
 
 
-def draw(curves: dict[str, dict[int, float]], path: Path) -> bool:
+def draw(curves: dict[str, dict[int, float]], path: Path, title: str) -> bool:
     """Write the picture, in the format of the file's ending; False without matplotlib.
 
     Raises:
@@ -78,12 +96,13 @@ def draw(curves: dict[str, dict[int, float]], path: Path) -> bool:
     plots = pyplot()
     if plots is None:
         return False
-    figure, axis = plots.subplots(figsize=(7, 4))
+    figure, axis = plots.subplots(figsize=(7, 4.4), layout="constrained")
     for name, curve in curves.items():
         axis.plot(list(curve), list(curve.values()), label=name, linewidth=1)
     axis.set(xlabel="step", ylabel="loss (nats per byte)")
-    axis.legend()
-    figure.tight_layout()
+    axis.set_title(title, fontsize=9, wrap=True)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=min(4, len(curves)), frameon=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
@@ -102,10 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.smooth < 1:
         parser.error(f"--smooth {options.smooth} is not valid; it must be at least 1")
     try:
-        curves = {name: smoothed(read_losses(path), options.smooth) for name, path in named(options.logs).items()}
+        runs = {name: read_run(path) for name, path in named(options.logs).items()}
+        curves = {name: smoothed(run.losses, options.smooth) for name, run in runs.items()}
         print(table(curves))
         print(f"(each loss is the mean of the last {options.smooth} steps; --smooth 1 shows them as they are)")
-        drawn = draw(curves, options.out)
+        about = dict.fromkeys(part for run in runs.values() for part in run.about)
+        drawn = draw(curves, options.out, ", ".join(["Llama 3 by train_llama.py", *about]))
     except LogError as error:
         print(f"plot_losses: {error}", file=sys.stderr)
         return 2

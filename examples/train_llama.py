@@ -337,6 +337,7 @@ def run(options: argparse.Namespace, sizes: ModelSizes, text: Tensor, log: Log, 
         require(options.steps > trainer.step, "steps", options.steps, f"more than the checkpoint's {trainer.step}")
     log.write(
         "start",
+        date=time.strftime("%Y-%m-%d"),
         options=vars(options),
         torch=torch.__version__,
         device=torch.cuda.get_device_name() if here.gpu else "cpu",

@@ -340,7 +340,7 @@ def module_of(node: fx.Node) -> str | None:
 
 
 def path_of(source: str) -> str:
-    """Dynamo's expression for a module, or for what a module holds, as a path in it: `up.weight`; empty for the root."""
+    """Dynamo's expression for a module, or for a tensor that one holds, as a path: `up.weight`; empty for the root."""
     return _ITEM.sub(r".\1", _DETOURS.sub("", source)).lstrip(".")
 
 

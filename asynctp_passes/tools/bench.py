@@ -40,11 +40,8 @@ from asynctp_passes.config import can_be_written, write_whole
 from asynctp_passes.ops import reference
 from asynctp_passes.ops.calls import signature
 from asynctp_passes.tools.cli import OPS, add_bench_options, add_table_options, calls_of_report, mistake
-from asynctp_passes.tools.plots import pyplot
+from asynctp_passes.tools.plots import GATHER_SHAPES, SCATTER_SHAPES, draw_calls
 
-#: (K, N) per rank: what Llama-3 70B (TP 4) and 8B put behind a gather and before a scatter
-GATHER_SHAPES = ((8192, 2560), (8192, 14336), (4096, 7168), (8192, 3584))
-SCATTER_SHAPES = ((2048, 8192), (7168, 8192), (3584, 4096))
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COPY_BYTES_PER_US = select.Rates().copy
 OURS = ("asynctp", *select.IMPLEMENTATIONS)
@@ -687,38 +684,6 @@ def write_tuning(found: Sequence[Row]) -> Path:
     return path
 
 
-def plot(found: Sequence[Row], path: Path) -> bool:
-    """Efficiency over M, one panel a shape; False without matplotlib, or rows."""
-    plots = pyplot()
-    if plots is None or not found:
-        return False
-
-    def panel(row: Row) -> str:
-        depths, widths = row.problem.sizes
-        return f"{row.problem.op} {row.kind} K={depths} N={widths}"
-
-    panels = list(dict.fromkeys(map(panel, found)))
-    columns = min(4, len(panels))
-    lines = -(-len(panels) // columns)
-    figure, axes = plots.subplots(lines, columns, figsize=(4 * columns, 3 * lines), squeeze=False, sharey=True)
-    for axis, title in zip(axes.flat, panels, strict=False):
-        mine = [row for row in found if panel(row) == title]
-        for name, label in (("nccl", "cuBLAS + NCCL"), ("intree", "in-tree"), ("oneshot", "one-shot"),
-                            ("twoshot", "two-shot"), ("asynctp", "asynctp")):  # fmt: skip
-            right = [row for row in mine if name in row.timings and name not in row.wrong]
-            points = [(row.problem.rows, row.bound / row.timings[name].graph) for row in right]
-            if not points:
-                continue
-            axis.plot([m for m, _ in points], [value for _, value in points], marker="o", label=label)
-        axis.set(xscale="log", title=title, xlabel="M", ylim=(0, 1.1))
-        axis.axhline(1, color="grey", linewidth=0.5)
-    axes[0][0].set_ylabel("bound / time (CUDA graph)")
-    axes[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    return True
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The worker's options.
 
@@ -793,7 +758,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     if first:
         print("".join(f"{each}\n" for each in summary(found)), end="", flush=True)
         if options.out is not None:
-            plot(found, options.out / "bench.png")
+            draw_calls(record(found, command(options)), options.out / "bench.png")
         if options.tune:
             print(f"wrote {select.table_path()}", flush=True)
 

@@ -60,7 +60,7 @@ from asynctp_passes.tools.demo.recipe import (
     styles_of,
     traced,
 )
-from asynctp_passes.tools.plots import pyplot
+from asynctp_passes.tools.plots import draw_steps
 from asynctp_passes.tools.progress import Steps
 
 BASE = BACKENDS[0]
@@ -552,39 +552,6 @@ def record(found: Found, here: Place, command: str) -> dict[str, Any]:
     }
 
 
-def plot(found: Found, path: Path, title: str = "") -> bool:
-    """Speed of each backend against plain compile, a group of bars a problem; False without matplotlib, or rows."""
-    plots = pyplot()
-    if plots is None or not found.rows:
-        return False
-    base = {row.problem: row for row in found.rows if row.backend == BASE}
-    asked = list(base)
-    kinds: tuple[tuple[str, Callable[[Row], float]], ...] = (
-        ("step", lambda row: row.step),
-        ("forward", lambda row: row.forward),
-    )
-    figure, axes = plots.subplots(
-        1, 2, figsize=(4 + 2.5 * len(asked), 4), squeeze=False, sharey=True, layout="constrained"
-    )
-    for axis, (name, value) in zip(axes[0], kinds, strict=True):
-        for index, backend in enumerate(BACKENDS):
-            mine = [row for row in found.rows if row.backend == backend]
-            places = [asked.index(row.problem) + 0.27 * (index - 1) for row in mine]
-            speeds = [value(base[row.problem]) / value(row) for row in mine]
-            bars = axis.bar(places, speeds, 0.25, label=backend if name == "step" else None)
-            axis.bar_label(
-                bars, [f"{one:.2f}" if row.right else "WRONG" for one, row in zip(speeds, mine, strict=True)]
-            )
-        axis.axhline(1, color="grey", linewidth=0.5)
-        axis.set_xticks(range(len(asked)), [str(each).replace(" ", "\n") for each in asked])
-        axis.set(title=name)
-    axes[0][0].set_ylabel("times as fast as plain compile")
-    figure.suptitle(title)
-    figure.legend(loc="outside lower center", ncols=len(BACKENDS))
-    figure.savefig(path)
-    return True
-
-
 # --- options and the process ----------------------------------------------------------------------------------------
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The worker's options, with the defaults of the machine.
@@ -655,9 +622,7 @@ def run(options: argparse.Namespace, here: Place) -> Found:
             print("".join(f"{what}: {each}\n" for each in lines), end="", flush=True)
         write(found, options, here)
         if options.out is not None:
-            told = record(found, here, "")
-            title = f"Llama 3 blocks, {told['machine']}, torch {told['torch']}, {told['date']}"
-            plot(found, options.out / "e2e.png", title)
+            draw_steps(record(found, here, command(options, here.world)), options.out / "e2e.png")
     return found
 
 

@@ -21,7 +21,7 @@ STEPS = (
     ("4 × H100\n2026-11-27", "2026-11-27-h100x4/e2e.txt", ("70b",)),
 )
 KINDS = {"bf16": "bf16", "fp8": "fp8", "fp8-rowwise": "fp8 rowwise"}
-BACKENDS = {"intree": ("PyTorch's async TP", "#9aa5b1"), "asynctp": ("asynctp", "#1f6feb")}
+BACKENDS = {"intree": ("PyTorch's async TP", "#d98200"), "asynctp": ("asynctp", "#1f6feb")}
 _ROW = re.compile(r"(\S+) +(\S+) +1x8192 +(\S+) +\S+ +([\d.]+)x")
 
 
@@ -36,7 +36,7 @@ def draw_steps(plots: Any, path: Path) -> None:
     panels = [(title, speeds(RESULTS / table), sizes) for title, table, sizes in STEPS]
     groups = [[(s, k) for s in sizes for k in KINDS if (s, k, "asynctp") in found] for _, found, sizes in panels]
     figure, axes = plots.subplots(
-        1, len(panels), figsize=(10, 3.2), sharey=True, layout="constrained", width_ratios=[len(one) for one in groups]
+        1, len(panels), figsize=(10, 3.6), sharey=True, layout="constrained", width_ratios=[len(one) for one in groups]
     )
     for axis, (title, found, _), group in zip(axes, panels, groups, strict=True):
         for index, (backend, (label, color)) in enumerate(BACKENDS.items()):
@@ -47,8 +47,10 @@ def draw_steps(plots: Any, path: Path) -> None:
         axis.axhline(0, color="#57606a", linewidth=0.8)
         axis.set_xticks(range(len(group)), [f"{size.upper()}\n{KINDS[kind]}" for size, kind in group], fontsize=7)
         axis.set_title(title, fontsize=9)
+        axis.margins(y=0.12)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("training step: % faster\nthan plain Inductor", fontsize=8)
+    figure.suptitle("Two blocks of Llama 3, 8192 tokens, forward and backward", fontsize=10)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     figure.savefig(path, metadata={"Date": None})
 

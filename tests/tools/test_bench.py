@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -303,28 +302,6 @@ def test_what_was_measured_is_written_row_by_row(
     assert [each["op"] for each in said["rows"]] == ["gather", "scatter"]
     assert set(json.loads(table.read_text())[GPU]) == {"gather:4:bfloat16:8192:2560", "scatter:4:bfloat16:8192:8192"}
     assert capsys.readouterr().out.splitlines()[2:] == [bench.line(ROWS[0]), bench.line(row("scatter", n=8192))]
-
-
-def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not bench.plot(ROWS, tmp_path / "bench.png")
-    assert list(tmp_path.glob("*.png")) == []
-
-
-@pytest.mark.parametrize("count", [1, 3, 5])
-def test_plot(count: int, tmp_path: Path) -> None:
-    found = [
-        replace(each, problem=replace(each.problem, depth=each.problem.depth + i))
-        for i in range(count)
-        for each in ROWS
-    ]
-    assert bench.plot(found, tmp_path / "bench.png")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_nothing_is_plotted_of_nothing(tmp_path: Path) -> None:
-    assert not bench.plot([], tmp_path / "bench.png")
-    assert list(tmp_path.glob("*.png")) == []
 
 
 # --- options -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -307,19 +306,6 @@ def test_record_keeps_everything() -> None:
     rows = [{**each, "problem": Problem(**each["problem"]), "fused": each["fused"] and tuple(each["fused"])}
             for each in said["rows"]]  # fmt: skip
     assert [Row(**{name: value for name, value in each.items() if name != "right"}) for each in rows] == [BASE, OURS]
-
-
-def test_no_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not e2e.plot(Found([BASE, OURS]), tmp_path / "e2e.png")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_plot(tmp_path: Path) -> None:
-    other = [replace(each, problem=Problem("8b", "bf16", 2, 4096, 2)) for each in (BASE, OURS)]
-    assert e2e.plot(Found([BASE, INTREE, OURS, *other]), tmp_path / "e2e.png")
-    assert (tmp_path / "e2e.png").read_bytes().startswith(b"\x89PNG")
-    assert not e2e.plot(Found(), tmp_path / "none.png")
 
 
 def test_time_is_shared_by_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,13 +99,16 @@ def test_plot_losses(tmp_path: Path) -> None:
     """A log of two parts, the second resumed, is one curve."""
     write_logs(tmp_path)
     logs = ("plain.jsonl", "other.jsonl", "--smooth", "1")
-    out = run_example("plot_losses.py", *logs, "--out", "new/losses.png", cwd=tmp_path)
+    out = run_example("plot_losses.py", *logs, "--out", "new/losses.svg", cwd=tmp_path)
     assert [line.split() for line in out.splitlines()[1:3]] == [
         ["plain", "3", "4.0000", "2.0000", "0.0000"],
         ["other", "3", "4.0000", "2.5000", "0.5000"],
     ]
-    assert out.endswith("wrote new/losses.png\n")
-    assert (tmp_path / "new" / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert out.endswith("wrote new/losses.svg\n")
+    picture = (tmp_path / "new" / "losses.svg").read_text()
+    assert (
+        "<!-- Llama 3 by train_llama.py, size small, NVIDIA H200, torch 2.11.0, 2026-11-21, 2026-11-22 -->" in picture
+    )
 
 
 def test_logs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -169,6 +172,8 @@ def test_sizes_of_tile_timeline(
 
 def write_logs(folder: Path) -> None:
     steps = [{"event": "step", "step": step, "loss": 5.0 - step} for step in (1, 2, 3)]
-    lines = [{"event": "start"}, *steps, {"event": "start"}, {"event": "step", "step": 3, "loss": 2.5}]
+    about = {"event": "start", "options": {"size": "small"}, "device": "NVIDIA H200", "torch": "2.11.0"}
+    first, second = ({**about, "date": f"2026-11-{day}"} for day in (21, 22))
+    lines = [first, *steps, second, {"event": "step", "step": 3, "loss": 2.5}]
     (folder / "plain.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
     (folder / "other.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
