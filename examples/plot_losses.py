@@ -26,7 +26,7 @@ class LogError(Exception):
 
 @dataclass
 class Run:
-    """What a log says: the loss by step, and the model, the device, torch's version and the day."""
+    """A log: the loss by step, and the model's size, torch's version, the device and the day."""
 
     losses: dict[int, float] = field(default_factory=dict)
     about: list[str] = field(default_factory=list)

@@ -56,7 +56,7 @@ class About:
 
     @classmethod
     def now(cls, report: Report) -> About:
-        """Of a page that is written now, in this process."""
+        """Values of a page that is written now, in this process."""
         function = compat.compiled_function()
         return cls(
             graph=report.graph,

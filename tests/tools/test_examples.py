@@ -106,9 +106,8 @@ def test_plot_losses(tmp_path: Path) -> None:
     ]
     assert out.endswith("wrote new/losses.svg\n")
     picture = (tmp_path / "new" / "losses.svg").read_text()
-    assert (
-        "<!-- Llama 3 by train_llama.py, size small, NVIDIA H200, torch 2.11.0, 2026-11-21, 2026-11-22 -->" in picture
-    )
+    title = "Llama 3 by train_llama.py, size small, torch 2.11.0, NVIDIA H200, 2026-11-21, 2026-11-22"
+    assert f"<!-- {title} -->" in picture
 
 
 def test_logs_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def test_names_of_a_compiled_module(drawn_graphs: dict[str, Any], tmp_path: Path
     held = {name.text for name in drawn_graphs["forward"].values() if name.held}
     assert held == {"layers.0.weight", "layers.0.bias", "last.weight", "offset"}
     assert {name.text for name in drawn_graphs["forward"].values() if not name.held} == {"x", "more[0]"}
-    backward = [name for name in drawn_graphs["backward"].values()]
+    backward = list(drawn_graphs["backward"].values())
     assert InputName("gradient of result 0") in backward
     assert any(name.held and "last.weight" in name.text for name in backward)
 
@@ -292,6 +292,8 @@ def test_a_browser_draws_it(graph: fx.Graph, tmp_path: Path, place: str) -> None
 
 
 CLICK = """<script>
+{
+document.getElementById("whole").click();
 document.querySelector('tr[data-remark="1"]').click();
 const pane = document.querySelector(".before svg"), frame = pane.getBoundingClientRect();
 const fits = box => {
@@ -301,6 +303,7 @@ const fits = box => {
 const members = [...pane.querySelectorAll('[data-remarks~="1"] rect')];
 document.body.dataset.fit = `${members.filter(fits).length} of ${members.length}`;
 document.body.dataset.scale = members[0].getBoundingClientRect().height / members[0].height.baseVal.value;
+}
 </script></body>"""
 
 
