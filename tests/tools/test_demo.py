@@ -124,7 +124,7 @@ def test_short_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatc
     assert "agree" in out
     assert mine.read_text() == "of another program"
     assert str(mine) not in out
-    index, *pages = sorted(set(mine.parent.glob("*.html")) - {mine}, key=lambda page: page.name != "index.html")
+    index, *pages = sorted(set(mine.parent.glob("*.html")) - {mine}, key=lambda page: (page.name != "index.html", page))
     assert [page.name for page in pages] == ["graph-0-0-backward.html", "graph-0-0-forward.html"]
     listed = index.read_text(encoding="utf-8")
     assert all(f'href="{page.name}"' in listed and str(page) in out for page in pages)
