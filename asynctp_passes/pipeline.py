@@ -13,8 +13,9 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.nodes import phase_of, tangents_of
 from asynctp_passes.ir.order import communications, record_order, unrecorded
 from asynctp_passes.ir.read import called_name, read_collectives
+from asynctp_passes.ir.records import Ballot
 from asynctp_passes.planning.decide import decide_graph
-from asynctp_passes.planning.deviations import Ballot, Words, communicated
+from asynctp_passes.planning.deviations import Words, communicated
 from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.planning.materialize_scales import scales_to_store
 from asynctp_passes.planning.plan import Plan, ballots_of, planned, unfused

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -32,30 +31,12 @@ from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
 from asynctp_passes.matching.chains import Bucket, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step
 from asynctp_passes.matching.near_miss import reduces
 
-__all__ = ["LOCAL", "Ballot", "Words", "communicated"]
+__all__ = ["LOCAL", "Words", "communicated"]
 
 LOCAL = "?"
 """A text with this in it has a size that only this rank knows, and is comparable to no other rank's."""
 
 _LONGEST = 240
-
-
-@dataclass(frozen=True)
-class Ballot:
-    """The deviations of a graph that all ranks of a group do, or none: their vote is on these.
-
-    Attributes:
-        group: Name of the process group.
-        key: Hash of what it communicates in the graph.
-        deviations: Texts of `Words`, as `"sum: all_reduce(sum) in place of
-            1 * 0 + 1 * 1"`: numbers are places among the group's collectives.
-        joint: It is of the graph of a forward and its backward, before it was divided.
-    """
-
-    group: str
-    key: str
-    deviations: tuple[str, ...] = ()
-    joint: bool = False
 
 
 def communicated(collectives: Iterable[Collective], phase: str) -> dict[str, str]:

@@ -13,10 +13,11 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import phase_of, segments
 from asynctp_passes.ir.read import read_collectives, read_sizes
+from asynctp_passes.ir.records import Ballot
 from asynctp_passes.matching.chains import Bucket, Candidate, Chain, Decision, GatherChain, fused_chains
 from asynctp_passes.planning.bucketing import find_buckets
 from asynctp_passes.planning.decide import decide_graph
-from asynctp_passes.planning.deviations import Ballot, Words, communicated
+from asynctp_passes.planning.deviations import Words, communicated
 from asynctp_passes.planning.legality import (
     Context,
     Verdict,

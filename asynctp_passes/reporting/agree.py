@@ -45,7 +45,8 @@ import torch
 from asynctp_passes import compat
 from asynctp_passes.config import Config, agree_seconds
 from asynctp_passes.ir import registry
-from asynctp_passes.planning.deviations import LOCAL, Ballot
+from asynctp_passes.ir.records import Ballot
+from asynctp_passes.planning.deviations import LOCAL
 from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError
 from asynctp_passes.reporting.report import Report
 

@@ -16,9 +16,9 @@ from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.crossings import crossings_of
 from asynctp_passes.ir.nodes import describe, module_of, phase_of, plain, source_of, value_of
 from asynctp_passes.ir.read import called_name, is_matmul, read_collectives
+from asynctp_passes.ir.records import Ballot
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
 from asynctp_passes.planning import cost_model
-from asynctp_passes.planning.deviations import Ballot
 from asynctp_passes.planning.legality import is_named_for_data
 from asynctp_passes.planning.plan import Plan, ballots_of, outcome_of, untouched
 from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED

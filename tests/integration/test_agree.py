@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import asynctp_passes
 from asynctp_passes import Config, DisagreementError, Report, compat, run
 from asynctp_passes.config import ConfigError, agree_seconds
-from asynctp_passes.planning.deviations import Ballot
+from asynctp_passes.ir.records import Ballot
 from asynctp_passes.reporting import agree
 
 QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}

@@ -30,8 +30,8 @@ from asynctp_passes import (
     run,
 )
 from asynctp_passes.compat import GraphRecord
+from asynctp_passes.ir.records import Ballot
 from asynctp_passes.planning import plan
-from asynctp_passes.planning.deviations import Ballot
 from asynctp_passes.reporting import agree, build, internal
 
 pytestmark = pytest.mark.usefixtures("internal_errors")
