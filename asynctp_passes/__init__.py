@@ -83,13 +83,6 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 _RENAMED = {"RegatherPass": "RematerializePass", "Coalesced": "Bucketed"}
 """Names of earlier versions, which programs may still say."""
 
-if asked := required():
-    importlib.import_module("asynctp_passes.reporting.picture").require_at_exit(
-        asked.get("fused", 0), asked.get("missed", 0)
-    )
-if sys.modules.get("torch") is not None:  # a program may load one that was exported, which names torch.ops.asynctp
-    importlib.import_module("asynctp_passes.ops")
-
 
 def __getattr__(name: str) -> Any:
     """Import a name once it is needed. An earlier name gives what has another one now, and warns."""
@@ -97,6 +90,10 @@ def __getattr__(name: str) -> Any:
         now = _RENAMED[name]
         warnings.warn(f"asynctp_passes.{name} is now asynctp_passes.{now}", FutureWarning, stacklevel=2)
         return getattr(sys.modules[__name__], now)
+    return _imported(name)
+
+
+def _imported(name: str) -> Any:
     if name in ("backend", "ops", "reference"):
         return importlib.import_module(f"asynctp_passes.{name}")
     if name not in _HOME:
@@ -106,3 +103,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "backend"})
+
+
+if asked := required():
+    importlib.import_module("asynctp_passes.reporting.picture").require_at_exit(
+        asked.get("fused", 0), asked.get("missed", 0)
+    )
+if sys.modules.get("torch") is not None:
+    # the program may load an exported one, which calls torch.ops.asynctp, or look a name up in this module's __dict__
+    for _name in ("ops", "reference", *_HOME):
+        if _HOME.get(_name) != "backend":
+            globals()[_name] = _imported(_name)

@@ -79,6 +79,7 @@ def test_ops_are_there_in_a_program_that_has_imported_torch() -> None:
     """It may load an exported program, which calls them by name and asks for nothing else of the package."""
     run_program("import torch, asynctp_passes; torch.ops.asynctp.all_gather_matmul")
     run_program("import asynctp_passes, torch; asynctp_passes.ops; torch.ops.asynctp.all_gather_matmul")
+    run_program("import torch; assert callable(__import__('asynctp_passes').__dict__['run'])")  # as vLLM looks it up
 
 
 def test_the_public_names_are_there() -> None:
