@@ -28,7 +28,9 @@ ROWS = (
     ("rewriting", "reporting"),
     ("pipeline",),
     ("backend",),
+    ("process", "reference"),
     ("__init__",),
+    ("torchtitan",),
     ("tools",),
     ("__main__",),
 )
