@@ -24,7 +24,6 @@ FAULTS: dict[str, int] = {
     "how-to/benchmark-and-tune.md": 24,
     "how-to/custom-ops.md": 9,
     "how-to/fail-ci-on-a-miss.md": 6,
-    "how-to/my-fusion-did-not-apply.md": 22,
     "how-to/profile.md": 10,
     "how-to/serve.md": 21,
     "how-to/train.md": 11,
