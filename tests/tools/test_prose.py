@@ -25,7 +25,6 @@ FAULTS: dict[str, int] = {
     "how-to/custom-ops.md": 9,
     "how-to/fail-ci-on-a-miss.md": 6,
     "how-to/profile.md": 10,
-    "how-to/serve.md": 21,
     "reference/config.md": 33,
     "reference/ops.md": 17,
     "reference/reasons.md": 47,
