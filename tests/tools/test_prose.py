@@ -21,7 +21,6 @@ FAULTS: dict[str, int] = {
     "explanation/bucketed-all-reduces.md": 9,
     "explanation/how-a-chain-is-proven.md": 101,
     "explanation/whole-steps.md": 94,
-    "how-to/benchmark-and-tune.md": 24,
     "how-to/custom-ops.md": 9,
     "how-to/fail-ci-on-a-miss.md": 6,
     "how-to/profile.md": 10,
