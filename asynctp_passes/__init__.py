@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from asynctp_passes.reporting.picture import Summary
     from asynctp_passes.reporting.report import Bucketed, Remark, Report
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AsyncTPError",
