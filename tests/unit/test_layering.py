@@ -22,7 +22,7 @@ KERNELS = ROOT / "kernels" / "asynctp_kernels"
 ROWS = (
     ("config", "compat", "reasons"),
     ("ops", "ir"),
-    ("layout",),
+    ("layout", "reference"),
     ("matching",),
     ("planning",),
     ("rewriting", "reporting"),
