@@ -26,8 +26,8 @@ from asynctp_passes.reporting.build import report_of, report_of_failure, with_ca
 from asynctp_passes.reporting.errors import AsyncTPError, raise_if_strict
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting import toposort
-from asynctp_passes.rewriting.rewrite import keep_order, rewrite, store
-from asynctp_passes.rewriting.schedule import restore_program_order
+from asynctp_passes.rewriting.ordering import keep_order, restore_program_order
+from asynctp_passes.rewriting.rewrite import rewrite, store
 
 __all__ = ["run", "run_joint"]
 
