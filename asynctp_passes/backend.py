@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops, pipeline
+from asynctp_passes import compat, joint_pass, ops, pipeline
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.ir import registry
 from asynctp_passes.reporting import files
@@ -191,7 +191,7 @@ class RematerializePass(_OwnPass):
         _require_groups(self.config)
         report: Report | None = None
         try:
-            report = pipeline.run_joint(graph, self.config)
+            report = joint_pass.run_joint(graph, self.config)
         except StrictError as error:
             report = error.report
             raise

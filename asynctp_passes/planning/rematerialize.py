@@ -1,4 +1,4 @@
-"""Gather again in the backward what the forward need not keep for it. Pure: `pipeline` sets the tags.
+"""Gather again in the backward what the forward need not keep for it. Pure: `joint_pass` sets the tags.
 
     forward    shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ product
     backward   shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ weight's gradient     instead of keeping what was gathered

@@ -41,12 +41,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.config import Config, agree_seconds
 from asynctp_passes.ir import registry
+from asynctp_passes.ir.nodes import phase_of
+from asynctp_passes.ir.read import read_collectives
 from asynctp_passes.ir.records import Ballot
-from asynctp_passes.planning.deviations import LOCAL
+from asynctp_passes.planning.deviations import LOCAL, Words, communicated
 from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError
 from asynctp_passes.reporting.report import Report
 
@@ -365,20 +368,29 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
     return votes
 
 
-def agreed_before(ballot: Ballot, config: Config) -> set[str]:
-    """Those of a ballot's deviations on which all ranks have agreed already, in an earlier graph of this function.
+def agreed_before(graph: fx.Graph, config: Config) -> frozenset[tuple[str, str]]:
+    """The deviations on which all ranks have agreed in an earlier graph of this function, by group and text.
 
-    Peers may still run that graph. A rank that can do the same, though it need not, does it.
+    Peers may still run that graph. A rank that can do the same, though it need not, does it. So these are such that any
+    graph with the same collectives can do them: to keep a gather, and to leave a group's collectives to torch.
     """
-    ledger, function = _ledger(ballot.group) if config.agree else None, compat.compiled_function()
-    if ledger is None or function is None:
-        return set()
-    found = set[str]()
-    for poll in _polls(ledger, ballot, config, function.name):
+    if not config.agree or compat.compiled_function() is None:
+        return frozenset()
+    collectives = read_collectives(graph)
+    words, found = Words(collectives), set[tuple[str, str]]()
+    for group, key in communicated(collectives, phase_of(graph)).items():
+        kept = (words.of_kept(one) for one in collectives if one.group_key == group and one.kind == "all_gather")
+        found |= {(group, text) for text in _accepted(Ballot(group, key, (words.of_plain(), *kept)), config)}
+    return frozenset(found)
+
+
+def _accepted(ballot: Ballot, config: Config) -> Iterator[str]:
+    """Those of a ballot's deviations on which all ranks have agreed already."""
+    ledger, function = _ledger(ballot.group), compat.compiled_function()
+    for poll in () if ledger is None or function is None else _polls(ledger, ballot, config, function.name):
         with contextlib.suppress(RuntimeError, OSError):
             if poll.is_accepted():
-                found.add(_plain(poll.text))
-    return found
+                yield _plain(poll.text)
 
 
 def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[str]:

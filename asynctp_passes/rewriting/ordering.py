@@ -7,6 +7,7 @@ and no move carries what communicates past anything else that does.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,14 +18,17 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import called_op, draws, live, name_of, op_name, reachable, segments, steps_of
-from asynctp_passes.ir.order import communicates, communications, in_turn, program_order
-from asynctp_passes.ir.read import is_matmul
+from asynctp_passes.ir.nodes import called_op, draws, live, name_of, op_name, phase_of, reachable, segments, steps_of
+from asynctp_passes.ir.order import communicates, communications, in_turn, program_order, unrecorded
+from asynctp_passes.ir.read import called_name, is_matmul
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning import cost_model
+from asynctp_passes.rewriting import toposort
 from asynctp_passes.rewriting.emit_alone import IN_FLIGHT, leave_sms
 
-__all__ = ["Moves", "keep_order", "restore_program_order", "schedule"]
+__all__ = ["Moves", "keep_order", "put_in_program_order", "schedule"]
+
+log = logging.getLogger(__name__)
 
 _TORCHS = ("_c10d_functional", "c10d.", "_dtensor.")
 """Namespaces of collectives that Inductor knows, or that no graph of its own has."""
@@ -81,7 +85,31 @@ def schedule(
     return _order_in_flight(graph, flying, flops)
 
 
-def restore_program_order(graph: fx.Graph) -> None:
+def put_in_program_order(graph: fx.Graph) -> None:
+    """Sort a graph that communicates, and bring what communicates to the order of the program.
+
+    Any other graph is left to Inductor, which sorts it after its passes.
+    """
+    if communications(graph.nodes):
+        toposort.sort(graph)
+        if phase_of(graph) == "inference":  # the partitioner, who copies and leaves out, orders the others
+            _warn_of_moves(graph)
+            _restore_program_order(graph)
+
+
+def _warn_of_moves(graph: fx.Graph) -> None:
+    """Say that ranks may communicate in unlike orders: this pass alone does not see the order of the program."""
+    moved = unrecorded(graph) if compat.is_compiled(graph) and compat.inductor_option("reorder_for_locality") else []
+    if moved:
+        log.warning(
+            "asynctp: %s: Inductor may have moved %s to where the results are used, and so differently on ranks that "
+            "compute different things. Remedy: give it RematerializePass() as joint_custom_post_pass too, which notes "
+            "the order of the program",
+            *(compat.compile_name(), ", ".join(dict.fromkeys(map(called_name, moved)))),
+        )
+
+
+def _restore_program_order(graph: fx.Graph) -> None:
     """Bring what communicates back to the order of the program, where Inductor has moved it to where it is used.
 
     It does so in graphs for inference, with ops that it does not know as collectives.

@@ -14,6 +14,7 @@ from asynctp_passes.ir.nodes import call_of, value_of
 from asynctp_passes.ir.order import communications
 from asynctp_passes.matching.chains import Chain, GatherChain
 from asynctp_passes.planning import cost_model
+from asynctp_passes.planning.materialize_scales import scales_to_store
 from asynctp_passes.planning.plan import Plan
 from asynctp_passes.rewriting.builder import INHERITED, Builder, RewriteState
 from asynctp_passes.rewriting.cleanup import erase_dropped, erase_unused, replaced_nodes, shared_by
@@ -34,7 +35,8 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are, where the device allows that;
     tensors of a list become collectives of their own on any device. The all-reduces of a bucket become one, and what
     that waits for moves in front of it. Unused nodes are erased, the `dropped` collectives too, nodes move to where
-    they belong (`schedule`), overlapped collectives beside their matmuls, and the graph is linted.
+    they belong (`schedule`), overlapped collectives beside their matmuls, and the graph is linted. With `store_scales`,
+    small tensors are stored that many elements meet (`scales_to_store`). A graph that does not communicate stays.
 
     Args:
         graph: The graph.
@@ -43,6 +45,8 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     Returns:
         What each fused op is called with (`call_of`), by the name of the collective that it replaced.
     """
+    if not communications(graph.nodes):
+        return {}
     state = RewriteState.of(graph, plan)
     moves = Moves(kept_by_all=state.kept)
     fronts = [mark_front(state, bucket.place) for bucket in plan.buckets]
@@ -64,6 +68,8 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     calls = {chain.collective.node.name: call_of(state.fused[chain.collective.node]) for chain in plan.chains}
     keep_order(graph, ordered)
     graph.lint()
+    if plan.chains and plan.context.config.store_scales:
+        store(graph, scales_to_store(graph))
     return calls
 
 
