@@ -10,7 +10,7 @@
     keep      gather 0 is kept, so that it may be pulled to its place: where it goes by asynctp's own transport
 
 All other rewrites leave what a rank sends as it is, whatever the other ranks do. These do not, so that all ranks of a
-group have to do them, or none (`agree`). A text names collectives by their place among those of their group. It has
+group have to do them, or none (`agreement`). A text names collectives by their place among those of their group. It has
 all that decides the values: operations, constants, dtypes, and the sizes along which something is rearranged or
 reduced. It has no names and no other sizes, since one rank may compile for static sizes and another for dynamic ones.
 """

@@ -31,10 +31,11 @@ from asynctp_passes import (
     pipeline,
     run,
 )
+from asynctp_passes.agreement import ledgers, vote
 from asynctp_passes.compat import GraphRecord
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.planning import plan
-from asynctp_passes.reporting import agree, build, internal
+from asynctp_passes.reporting import build, internal
 from asynctp_passes.rewriting import ordering, rewrite
 
 pytestmark = pytest.mark.usefixtures("internal_errors")
@@ -313,12 +314,12 @@ def test_what_was_agreed_cannot_be_left_out() -> None:
     """A rank that fails after the vote stops where all have voted for something, or may have."""
     text = "keep: all_gather 0"
     ballot = Ballot("group", "key", (text,))
-    with mock.patch.object(agree, "_ledger", return_value=object()):
-        agree.refuse([ballot], {("group", text): "rank 1 does not"}, Config())
+    with mock.patch.object(ledgers, "of_group", return_value=object()):
+        vote.refuse([ballot], {("group", text): "rank 1 does not"}, Config())
         for votes in (None, {("group", text): None}):
             with pytest.raises(DisagreementError, match=text):
-                agree.refuse([ballot], votes, Config())
-    agree.refuse([ballot], None, Config())  # a group of which there is no store here: nobody was asked
+                vote.refuse([ballot], votes, Config())
+    vote.refuse([ballot], None, Config())  # a group of which there is no store here: nobody was asked
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -327,10 +328,10 @@ def test_a_graph_without_asynctp_does_what_all_have_agreed_on_before(refused: bo
     graph = program()
     with (
         mock.patch.object(compat, "compiled_function", return_value=object()),
-        mock.patch.object(agree, "_accepted", lambda ballot, config: ballot.deviations[1:]),
+        mock.patch.object(vote, "_accepted", lambda ballot, config: ballot.deviations[1:]),
         mock.patch.object(plan, "on_wire", return_value=True),
     ):
-        first = plan.unfused(graph, quiet(), dict.fromkeys(agree.agreed_before(graph, quiet())))
+        first = plan.unfused(graph, quiet(), dict.fromkeys(vote.agreed_before(graph, quiet())))
         (ballot,) = plan.ballots_of(first)
         assert [text.partition(":")[0] for text in ballot.deviations] == ["keep"]
         votes = {("tp", text): "rank 1 does not" if refused else None for text in ballot.deviations}

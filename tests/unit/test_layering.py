@@ -26,6 +26,7 @@ ROWS = (
     ("matching",),
     ("planning",),
     ("rewriting", "reporting"),
+    ("agreement",),
     ("attempt",),
     ("pipeline", "joint_pass"),
     ("backend",),
