@@ -7,7 +7,7 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.agreement.vote import Votes, agreed_before, refuse, vote
 from asynctp_passes.config import Config
-from asynctp_passes.ir.read import read_collectives
+from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.planning.deviations import communicated
 from asynctp_passes.planning.plan import Plan, ballots_of, unfused

@@ -9,9 +9,9 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.attempt import Attempt
 from asynctp_passes.config import Config
-from asynctp_passes.ir.nodes import tangents_of
 from asynctp_passes.ir.order import communications, record_order
 from asynctp_passes.ir.records import Ballot
+from asynctp_passes.ir.traversal import tangents_of
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import communicated
 from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED, rematerializations

@@ -7,7 +7,7 @@ from torch import fx
 from asynctp_passes.agreement.vote import agreed_before
 from asynctp_passes.attempt import Attempt
 from asynctp_passes.config import Config
-from asynctp_passes.ir.nodes import phase_of
+from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.planning.plan import ballots_of, planned, without_refused
 from asynctp_passes.reporting.build import report_of, with_calls
 from asynctp_passes.reporting.errors import raise_if_strict

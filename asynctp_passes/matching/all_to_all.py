@@ -13,9 +13,9 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import Sizes, is_size, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import is_size, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.sizes import product, same
+from asynctp_passes.ir.sizes import Sizes, product, same
 from asynctp_passes.layout.placement import RankPlacement, locate_ranks
 from asynctp_passes.layout.propagation import Propagation, views_of
 

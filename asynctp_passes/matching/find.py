@@ -23,24 +23,25 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, ScalesOfA, nodes_of
+from asynctp_passes.ir.collectives import unknown_group
 from asynctp_passes.ir.crossings import multiplied_by, product_of
+from asynctp_passes.ir.matmuls import added_matrix, contracts_rows, is_matmul
 from asynctp_passes.ir.nodes import (
-    Sizes,
+    called_name,
     describe,
     is_size,
     mutates,
     nodes_in,
     op_name,
-    steps_of,
     subgraphs_of,
     tensor_of,
     traits_of,
     value_of,
 )
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.read import added_matrix, called_name, contracts_rows, is_matmul, unknown_group
 from asynctp_passes.ir.registry import collective_op
-from asynctp_passes.ir.sizes import Size, product, quotient, same
+from asynctp_passes.ir.sizes import Size, Sizes, product, quotient, same
+from asynctp_passes.ir.traversal import steps_of
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, ScatterPlacement, incomplete, locate_scatter
 from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, pads_at_end, propagate, sources_of

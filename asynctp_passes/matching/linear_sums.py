@@ -24,9 +24,9 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, Matmul
-from asynctp_passes.ir.nodes import arguments, reachable, tensor_of, traits_of, value_of
-from asynctp_passes.ir.read import same_strides
-from asynctp_passes.ir.sizes import product, same
+from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
+from asynctp_passes.ir.sizes import product, same, same_strides
+from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.propagation import (
     adds,

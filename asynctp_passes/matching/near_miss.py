@@ -17,9 +17,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes.ir.nodes import called_op, is_pointwise, name_of, op_name, tensor_of, traits_of
+from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.nodes import (
+    called_name,
+    called_op,
+    is_pointwise,
+    name_of,
+    op_name,
+    short_name,
+    tensor_of,
+    traits_of,
+)
 from asynctp_passes.ir.order import communicates
-from asynctp_passes.ir.read import called_name, identical, is_matmul, short_name
+from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
 
 __all__ = [

@@ -36,6 +36,7 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, Matmul, ScalesOfA, nodes_of
+from asynctp_passes.ir.matmuls import added_matrix, contracts_rows, is_matmul, operands_that_are, read_term
 from asynctp_passes.ir.nodes import (
     arguments,
     filling_of,
@@ -44,20 +45,13 @@ from asynctp_passes.ir.nodes import (
     is_size,
     mutates,
     op_name,
-    reachable,
     tensor_of,
     traits_of,
     value_of,
 )
-from asynctp_passes.ir.read import (
-    added_matrix,
-    contracts_rows,
-    is_matmul,
-    operands_that_are,
-    read_term,
-    scales_mismatch,
-)
+from asynctp_passes.ir.scales import scales_mismatch
 from asynctp_passes.ir.sizes import Size, product, quotient, same
+from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks, scales_rows
 from asynctp_passes.layout.propagation import Propagation, is_view, propagate, views_of

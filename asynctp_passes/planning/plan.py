@@ -11,9 +11,9 @@ from torch import fx
 from asynctp_passes import reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import phase_of, segments
-from asynctp_passes.ir.read import read_collectives, read_sizes
+from asynctp_passes.ir.collectives import read_collectives, read_sizes
 from asynctp_passes.ir.records import Ballot
+from asynctp_passes.ir.traversal import phase_of, segments
 from asynctp_passes.matching.chains import Bucket, Candidate, Chain, Decision, GatherChain, fused_chains
 from asynctp_passes.planning.bucketing import find_buckets
 from asynctp_passes.planning.decide import decide_graph

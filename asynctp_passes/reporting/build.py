@@ -13,10 +13,12 @@ from torch import fx
 from asynctp_passes import compat, ops
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.crossings import crossings_of
-from asynctp_passes.ir.nodes import describe, module_of, phase_of, plain, source_of, value_of
-from asynctp_passes.ir.read import called_name, is_matmul, read_collectives
+from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.nodes import called_name, describe, module_of, plain, source_of, value_of
 from asynctp_passes.ir.records import Ballot
+from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.legality import is_named_for_data

@@ -12,8 +12,9 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import SizeExpression, Sizes, express, segments, value_of
-from asynctp_passes.ir.sizes import Size, same
+from asynctp_passes.ir.nodes import value_of
+from asynctp_passes.ir.sizes import Size, SizeExpression, Sizes, express, same
+from asynctp_passes.ir.traversal import segments
 from asynctp_passes.layout.placement import Rearrangement
 from asynctp_passes.matching.chains import Bucket, Chain
 from asynctp_passes.planning.plan import Plan

@@ -12,8 +12,8 @@ from torch import fx
 
 from asynctp_passes import compat, ops
 from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.collectives import left_items
 from asynctp_passes.ir.nodes import arguments, op_name, tensor_of, value_of
-from asynctp_passes.ir.read import left_items
 from asynctp_passes.ir.sizes import divided
 from asynctp_passes.matching.chains import Bucket
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)

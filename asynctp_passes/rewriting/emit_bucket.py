@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.collectives import WAIT
 from asynctp_passes.ir.nodes import op_name, value_of
-from asynctp_passes.ir.read import WAIT
 from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Bucket
 from asynctp_passes.rewriting.builder import Builder, RewriteState

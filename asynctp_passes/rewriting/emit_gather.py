@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.calls import ScaledOptions, nodes_of
+from asynctp_passes.ir.matmuls import added_matrix
 from asynctp_passes.ir.nodes import value_of
-from asynctp_passes.ir.read import added_matrix
 from asynctp_passes.ir.sizes import Size, product, same
 from asynctp_passes.layout.placement import GatherPlacement
 from asynctp_passes.matching.chains import GatherChain

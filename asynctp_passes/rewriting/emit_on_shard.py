@@ -9,10 +9,11 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, nodes_of
-from asynctp_passes.ir.nodes import is_random, reachable, traits_of, value_of
+from asynctp_passes.ir.collectives import is_only_awaited
+from asynctp_passes.ir.nodes import is_random, traits_of, value_of
 from asynctp_passes.ir.op_traits import Reduction
-from asynctp_passes.ir.read import is_only_awaited
 from asynctp_passes.ir.sizes import same
+from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import CrossRankReduction, GatherChain, Hoist, Part, SideGather
 from asynctp_passes.rewriting.builder import Builder

@@ -14,8 +14,7 @@ from torch import fx
 
 from asynctp_passes.ir.calls import ScaledOptions
 from asynctp_passes.ir.nodes import traits_of, value_of
-from asynctp_passes.ir.read import same_strides
-from asynctp_passes.ir.sizes import Size, product, same
+from asynctp_passes.ir.sizes import Size, product, same, same_strides
 from asynctp_passes.layout.placement import ScatterPlacement
 from asynctp_passes.layout.propagation import is_sum
 from asynctp_passes.matching.chains import ScatterChain, Term

@@ -18,9 +18,10 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import called_op, draws, live, name_of, op_name, phase_of, reachable, segments, steps_of
+from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.nodes import called_name, called_op, name_of, op_name
 from asynctp_passes.ir.order import communicates, communications, in_turn, program_order, unrecorded
-from asynctp_passes.ir.read import called_name, is_matmul
+from asynctp_passes.ir.traversal import draws, live, phase_of, reachable, segments, steps_of
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning import cost_model
 from asynctp_passes.rewriting import toposort

@@ -19,8 +19,8 @@ from test_corpus import ROUNDING, group_size, id_of
 from torch.fx import Graph, Node
 
 from asynctp_passes import Config, Remark, StrictError, joint_pass, run
+from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.nodes import is_random, mutates
-from asynctp_passes.ir.read import read_collectives
 from asynctp_passes.rewriting import toposort
 from asynctp_passes.rewriting.toposort import CannotSort
 
