@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     )
     from asynctp_passes.ops import reference
     from asynctp_passes.pipeline import run
+    from asynctp_passes.process import disable, enable
     from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
     from asynctp_passes.reporting.picture import Summary
     from asynctp_passes.reporting.report import Bucketed, Remark, Report
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AsyncTPError",
@@ -51,6 +52,8 @@ __all__ = [
     "StrictError",
     "Summary",
     "clear_reports",
+    "disable",
+    "enable",
     "ops",
     "reference",
     "register_collective",
@@ -73,12 +76,15 @@ _HOMES = {
         "unregister",
     ),
     "pipeline": ("run",),
+    "process": ("disable", "enable"),
     "reporting.errors": ("AsyncTPError", "DisagreementError", "ExpectError", "GroupError", "StrictError"),
     "reporting.picture": ("Summary",),
     "reporting.report": ("Bucketed", "Remark", "Report"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 """The modules of names that are imported once they are needed: most take torch, the backend its compiler too."""
+
+_WITH_COMPILER = ("backend", "process")
 
 _RENAMED = {"RegatherPass": "RematerializePass", "Coalesced": "Bucketed"}
 """Names of earlier versions, which programs may still say."""
@@ -112,5 +118,5 @@ if asked := required():
 if sys.modules.get("torch") is not None:
     # the program may load an exported one, which calls torch.ops.asynctp, or look a name up in this module's __dict__
     for _name in ("ops", "reference", *_HOME):
-        if _HOME.get(_name) != "backend":
+        if _HOME.get(_name) not in _WITH_COMPILER:
             globals()[_name] = _imported(_name)

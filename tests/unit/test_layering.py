@@ -22,7 +22,7 @@ KERNELS = ROOT / "kernels" / "asynctp_kernels"
 ROWS = (
     ("config", "compat", "reasons"),
     ("ops", "ir"),
-    ("layout", "reference"),
+    ("layout",),
     ("matching",),
     ("planning",),
     ("rewriting", "reporting"),
@@ -30,7 +30,9 @@ ROWS = (
     ("attempt",),
     ("pipeline", "joint_pass"),
     ("backend",),
+    ("process", "reference"),
     ("__init__",),
+    ("torchtitan",),
     ("tools",),
     ("__main__",),
 )
