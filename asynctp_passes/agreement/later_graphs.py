@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from asynctp_passes import compat
 from asynctp_passes.agreement import ledgers
 from asynctp_passes.agreement.ledgers import Ledger, keyed, kind_of
-from asynctp_passes.agreement.polls import (
-    ACCEPTED,
-    REFUSED,
-    Poll,
-    Votes,
-    disagreement,
-    plain,
-    with_provenance,
-)
+from asynctp_passes.agreement.polls import ACCEPTED, REFUSED, Poll, Votes, disagreement, plain, with_provenance
 from asynctp_passes.agreement.waits import ranks_named, still
 from asynctp_passes.config import Config
 from asynctp_passes.ir.records import Ballot

@@ -20,6 +20,7 @@ __all__ = [
     "called_name",
     "called_op",
     "describe",
+    "dtype_of",
     "filling_of",
     "first_tensor",
     "has_side_effect",
@@ -143,6 +144,12 @@ def tensor_of(node: object) -> torch.Tensor | None:
         return None
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def dtype_of(node: fx.Node | None) -> torch.dtype | None:
+    """The dtype of a node's tensor, or None when it carries none."""
+    value = tensor_of(node)
+    return None if value is None else value.dtype
 
 
 def value_of(node: object) -> torch.Tensor:
