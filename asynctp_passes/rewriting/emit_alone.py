@@ -39,7 +39,7 @@ _TORCHS = {
 
 
 def emit_left_items(state: RewriteState) -> None:
-    """Mark the places of each tensor of collectives of several, and make what no chain and no `alone` takes its own."""
+    """Mark the place of each tensor of collectives of several, and emit those tensors that nothing takes."""
     several = [one for chain in state.plan.chains for one in chain.collectives] + state.plan.alone
     for call in dict.fromkeys(one.call for one in several if one.call is not None):
         marks = mark_items(state, call)
