@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops, pipeline
+from asynctp_passes import compat, joint_pass, ops, pipeline
+from asynctp_passes.agreement.vote import stands
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.ir import registry
 from asynctp_passes.reporting import files
 from asynctp_passes.reporting.across import Border, forget
-from asynctp_passes.reporting.agree import sources_digest, stands
 from asynctp_passes.reporting.errors import (
     AsyncTPError,
     DisagreementError,
@@ -33,7 +33,7 @@ from asynctp_passes.reporting.errors import (
     StrictError,
     raise_if_strict,
 )
-from asynctp_passes.reporting.internal import FORESEEN, contained, tell
+from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.torch_notes import hidden_calls
@@ -191,7 +191,7 @@ class RematerializePass(_OwnPass):
         _require_groups(self.config)
         report: Report | None = None
         try:
-            report = pipeline.run_joint(graph, self.config)
+            report = joint_pass.run_joint(graph, self.config)
         except StrictError as error:
             report = error.report
             raise

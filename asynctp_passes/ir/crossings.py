@@ -15,21 +15,12 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import (
-    as_size,
-    describe,
-    module_of,
-    nodes_in,
-    reachable,
-    source_of,
-    subgraphs_of,
-    tensor_of,
-    traits_of,
-)
+from asynctp_passes.ir.matmuls import contracts_rows, feeds_left_operand, is_matmul
+from asynctp_passes.ir.nodes import describe, module_of, nodes_in, source_of, subgraphs_of, tensor_of, traits_of
 from asynctp_passes.ir.op_traits import WHOLE, View
-from asynctp_passes.ir.read import contracts_rows, feeds_left_operand, is_matmul
 from asynctp_passes.ir.records import Crossing
-from asynctp_passes.ir.sizes import product, same
+from asynctp_passes.ir.sizes import as_size, product, same
+from asynctp_passes.ir.traversal import reachable
 
 __all__ = ["crossings_of", "multiplied_by", "product_of"]
 

@@ -10,7 +10,7 @@
     keep      gather 0 is kept, so that it may be pulled to its place: where it goes by asynctp's own transport
 
 All other rewrites leave what a rank sends as it is, whatever the other ranks do. These do not, so that all ranks of a
-group have to do them, or none (`agree`). A text names collectives by their place among those of their group. It has
+group have to do them, or none (`agreement`). A text names collectives by their place among those of their group. It has
 all that decides the values: operations, constants, dtypes, and the sizes along which something is rearranged or
 reduced. It has no names and no other sizes, since one rank may compile for static sizes and another for dynamic ones.
 """
@@ -24,8 +24,8 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import arguments, filling_of, tensor_of, traits_of, value_of
-from asynctp_passes.ir.read import called_name, sent_kind
+from asynctp_passes.ir.collectives import sent_kind
+from asynctp_passes.ir.nodes import arguments, called_name, filling_of, tensor_of, traits_of, value_of
 from asynctp_passes.ir.sizes import Size, same
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
 from asynctp_passes.matching.chains import Bucket, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step
