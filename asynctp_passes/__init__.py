@@ -12,26 +12,27 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from asynctp_passes import ops
 from asynctp_passes.config import Config, ConfigError, required
-from asynctp_passes.ir.registry import (
-    CollectiveOp,
-    MatmulOp,
-    RegistryError,
-    register_collective,
-    register_matmul,
-    unregister,
-)
-from asynctp_passes.ops import reference
-from asynctp_passes.pipeline import run
-from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
-from asynctp_passes.reporting.picture import Summary, require_at_exit
-from asynctp_passes.reporting.report import Bucketed, Remark, Report
 
 if TYPE_CHECKING:
+    from asynctp_passes import ops
     from asynctp_passes.backend import AsyncTPPass, RematerializePass, clear_reports, reports, require, summary
+    from asynctp_passes.ir.registry import (
+        CollectiveOp,
+        MatmulOp,
+        RegistryError,
+        register_collective,
+        register_matmul,
+        unregister,
+    )
+    from asynctp_passes.ops import reference
+    from asynctp_passes.pipeline import run
+    from asynctp_passes.process import disable, enable
+    from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
+    from asynctp_passes.reporting.picture import Summary
+    from asynctp_passes.reporting.report import Bucketed, Remark, Report
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AsyncTPError",
@@ -51,6 +52,8 @@ __all__ = [
     "StrictError",
     "Summary",
     "clear_reports",
+    "disable",
+    "enable",
     "ops",
     "reference",
     "register_collective",
@@ -62,32 +65,58 @@ __all__ = [
     "unregister",
 ]
 
-sys.modules[f"{__name__}.reference"] = reference  # programs import it by this name
+_HOMES = {
+    "backend": ("AsyncTPPass", "RematerializePass", "clear_reports", "reports", "require", "summary"),
+    "ir.registry": (
+        "CollectiveOp",
+        "MatmulOp",
+        "RegistryError",
+        "register_collective",
+        "register_matmul",
+        "unregister",
+    ),
+    "pipeline": ("run",),
+    "process": ("disable", "enable"),
+    "reporting.errors": ("AsyncTPError", "DisagreementError", "ExpectError", "GroupError", "StrictError"),
+    "reporting.picture": ("Summary",),
+    "reporting.report": ("Bucketed", "Remark", "Report"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+"""The modules of names that are imported once they are needed: most take torch, the backend its compiler too."""
 
-_OF_BACKEND = ("AsyncTPPass", "RematerializePass", "clear_reports", "reports", "require", "summary")
-
-
-if asked := required():
-    require_at_exit(asked.get("fused", 0), asked.get("missed", 0))
+_WITH_COMPILER = ("backend", "process")
 
 _RENAMED = {"RegatherPass": "RematerializePass", "Coalesced": "Bucketed"}
 """Names of earlier versions, which programs may still say."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import the backend once it is needed: it takes torch._dynamo, torch._inductor and triton with it.
-
-    An earlier name gives what has another one now, and warns.
-    """
+    """Import a name once it is needed. An earlier name gives what has another one now, and warns."""
     if name in _RENAMED:
         now = _RENAMED[name]
         warnings.warn(f"asynctp_passes.{name} is now asynctp_passes.{now}", FutureWarning, stacklevel=2)
         return getattr(sys.modules[__name__], now)
-    if name != "backend" and name not in _OF_BACKEND:
+    return _imported(name)
+
+
+def _imported(name: str) -> Any:
+    if name in ("backend", "ops", "reference"):
+        return importlib.import_module(f"asynctp_passes.{name}")
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    backend = importlib.import_module("asynctp_passes.backend")
-    return backend if name == "backend" else getattr(backend, name)
+    return getattr(importlib.import_module(f"asynctp_passes.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OF_BACKEND, "backend"})
+    return sorted({*globals(), *__all__, "backend"})
+
+
+if asked := required():
+    importlib.import_module("asynctp_passes.reporting.picture").require_at_exit(
+        asked.get("fused", 0), asked.get("missed", 0)
+    )
+if sys.modules.get("torch") is not None:
+    # the program may load an exported one, which calls torch.ops.asynctp, or look a name up in this module's __dict__
+    for _name in ("ops", "reference", *_HOME):
+        if _HOME.get(_name) not in _WITH_COMPILER:
+            globals()[_name] = _imported(_name)

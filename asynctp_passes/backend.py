@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops, pipeline
+from asynctp_passes import compat, joint_pass, ops, pipeline
+from asynctp_passes.agreement.vote import stands
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.ir import registry
 from asynctp_passes.reporting import files, graph_page
 from asynctp_passes.reporting.across import Border, forget
-from asynctp_passes.reporting.agree import sources_digest, stands
 from asynctp_passes.reporting.errors import (
     AsyncTPError,
     DisagreementError,
@@ -33,7 +33,7 @@ from asynctp_passes.reporting.errors import (
     StrictError,
     raise_if_strict,
 )
-from asynctp_passes.reporting.internal import FORESEEN, contained, tell
+from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.torch_notes import hidden_calls
@@ -193,7 +193,7 @@ class RematerializePass(_OwnPass):
         _require_groups(self.config)
         report: Report | None = None
         try:
-            report = pipeline.run_joint(graph, self.config)
+            report = joint_pass.run_joint(graph, self.config)
         except StrictError as error:
             report = error.report
             raise
@@ -238,12 +238,19 @@ def asynctp(
         ConfigError: An option is neither a field of Config nor an Inductor option, or has a bad value.
     """
     config, patches = split_options(options or {})
+    return compile_graph(gm, example_inputs, config, {**compat.inductor_mode_options(mode), **patches})
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any]
+) -> Callable[..., Any]:
+    """The backend, with its options apart: `patches` are Inductor's."""
     _require_groups(config)
     ours = AsyncTPPass(config)
     if config.graph_dir is not None:
         with contained("name the inputs, for the graph's page"):
             ours.names = graph_page.Names.of(gm)
-    patches = _with_pass({**compat.inductor_mode_options(mode), **patches}, ours)
+    patches = with_passes(patches, ours)
     found = list[Report]()
     border = Border(gm)
     picture.note_function(any(map(compat.is_distributed_tensor, border.tensors.values())))
@@ -312,15 +319,15 @@ def _require_groups(config: Config) -> None:
         )
 
 
-def _with_pass(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
+def with_passes(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
     """Inductor's options with our passes after the user's.
 
     `shape_padding` is off unless they have it on: each rank would time for itself whether to pad a matmul, and ranks
     that pad differently would have different graphs.
     """
-    if not patches.get(_PASSES_OPTION, compat.inductor_option(_PASSES_OPTION, True)):
+    if not runs_passes(patches):
         raise ConfigError(
-            f"asynctp: {_PASSES_OPTION}=False (mode='lite' sets it) is not valid with backend='asynctp': Inductor "
+            f"asynctp: {_PASSES_OPTION}=False (mode='lite' sets it) is not valid with asynctp: Inductor "
             "would not run the pass; leave it True"
         )
     added: list[tuple[str, AsyncTPPass | RematerializePass]]
@@ -329,12 +336,27 @@ def _with_pass(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
     return {"shape_padding": False, **patches, **passes}
 
 
+def runs_passes(patches: dict[str, Any]) -> bool:
+    """Whether Inductor runs custom passes under these options."""
+    return bool(patches.get(_PASSES_OPTION, compat.inductor_option(_PASSES_OPTION, True)))
+
+
+def own_passes() -> list[AsyncTPPass | RematerializePass]:
+    """The passes of asynctp's among Inductor's options of this process."""
+    present = (compat.inductor_option(name) for name in (_PASS_OPTION, _JOINT_PASS_OPTION))
+    return [step for passes in present for step in _steps(passes) if isinstance(step, AsyncTPPass | RematerializePass)]
+
+
 def _append(present: Any, ours: AsyncTPPass | RematerializePass) -> Any:
     """Our pass after those the user has; an earlier one of its kind gives way."""
-    passes = present if isinstance(present, list | tuple) else [] if present is None else [present]
-    flat = [step for item in passes for step in (item.passes if isinstance(item, _PassSequence) else (item,))]
-    kept = [step for step in flat if not isinstance(step, type(ours))]
+    kept = [step for step in _steps(present) if not isinstance(step, type(ours))]
     return _PassSequence([*kept, ours]) if kept else ours
+
+
+def _steps(present: Any) -> list[Any]:
+    """The passes that an option of Inductor holds, one by one."""
+    passes = present if isinstance(present, list | tuple) else [] if present is None else [present]
+    return [step for item in passes for step in (item.passes if isinstance(item, _PassSequence) else (item,))]
 
 
 # --- reports of cached graphs -----------------------------------------------------------------------------

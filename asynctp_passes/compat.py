@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -364,11 +365,74 @@ def inductor_compile(
         return compiled
 
     inputs = list(example_inputs)
-    compiled = compile_fx(gm, inputs, inner_compile=compile_one, config_patches=patches)
-    if not stands(True, False):
-        compiled = compile_fx(gm, inputs, inner_compile=compile_one, config_patches={**patches, **_NO_CACHES})
-        stands(True, True)
+    with _not_routed():
+        compiled = compile_fx(gm, inputs, inner_compile=compile_one, config_patches=patches)
+        if not stands(True, False):
+            compiled = compile_fx(gm, inputs, inner_compile=compile_one, config_patches={**patches, **_NO_CACHES})
+            stands(True, True)
     return compiled  # type: ignore[return-value]
+
+
+_routed: ContextVar[bool] = ContextVar("asynctp_routed", default=True)
+
+
+@contextlib.contextmanager
+def _not_routed() -> Iterator[None]:
+    token = _routed.set(False)
+    try:
+        yield
+    finally:
+        _routed.reset(token)
+
+
+def route_inductor(
+    compile_graph: Callable[[fx.GraphModule, Sequence[Any], dict[str, Any]], Any],
+    add_passes: Callable[[dict[str, Any]], dict[str, Any]],
+    leave_alone: Callable[[dict[str, Any]], bool],
+) -> Callable[[], None]:
+    """Route all that this process compiles with Inductor, in any thread, through asynctp.
+
+    Inductor's options are no way: since torch 2.12 each thread has its own, and a GPU's backward is compiled in
+    autograd's.
+
+    Args:
+        compile_graph: Compiles a graph with inputs and Inductor options.
+        add_passes: Adds passes to Inductor options, for callers with a compiler of their own inside, as AOTInductor.
+        leave_alone: True for Inductor options under which asynctp can do nothing.
+
+    Returns:
+        A function that ends it.
+    """
+    from torch._inductor import compile_fx as module
+
+    original, inner = module.compile_fx, module.compile_fx_inner
+    active = True
+
+    @functools.wraps(original)
+    def compile_fx(
+        model_: Any,
+        example_inputs_: Sequence[Any],
+        inner_compile: Any = inner,
+        config_patches: dict[str, Any] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        patches = dict(config_patches or {})
+        if not active or not _routed.get() or leave_alone(patches):
+            return original(model_, example_inputs_, inner_compile, config_patches, *args, **kwargs)
+        if inner_compile is inner and not args and not kwargs:
+            return compile_graph(model_, example_inputs_, patches)
+        with _not_routed():
+            return original(model_, example_inputs_, inner_compile, add_passes(patches), *args, **kwargs)
+
+    def end() -> None:
+        nonlocal active
+        active = False
+        if module.compile_fx is compile_fx:
+            module.compile_fx = original
+
+    module.compile_fx = compile_fx
+    return end
 
 
 _NO_CACHES = {"force_disable_caches": True, "fx_graph_cache": False, "fx_graph_remote_cache": False}

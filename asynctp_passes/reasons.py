@@ -105,9 +105,9 @@ NO_MATMUL = _skip(
 WEIGHT_GATHER = _skip(
     "ATP003",
     "WEIGHT_GATHER",
-    "the gathered tensor is a matmul's right-hand operand, or a vector, and its group has no tensor-parallel chain in "
-    "this graph, or is of a mesh dimension named for data parallelism",
-    "nothing to do if this is a parameter gather (FSDP); otherwise name the group in Config(groups=...)",
+    "the gathered tensor is a matmul's right-hand operand, or a vector. Its group has no tensor-parallel chain in this "
+    "graph, or is of a mesh dimension named for data parallelism",
+    "nothing to do for a gather of parameters, as FSDP's; otherwise name the group in Config(groups=...)",
 )
 SINGLE_RANK = _skip(
     "ATP004",
@@ -133,7 +133,7 @@ GATHERED_SCALE = _skip(
     "ATP007",
     "GATHERED_SCALE",
     "the gathered tensor only scales a matmul or its result, and does not travel with the data that it scales",
-    "to let it travel with the data, gather it over the same group, use it for that matmul only, and give it one fp32 "
+    "to let it travel with the data, gather it over the same group and use it for that matmul only. Give it one fp32 "
     "number for each row, in the order of the data's",
 )
 NO_ELEMENTS = _skip(
@@ -145,10 +145,10 @@ NO_ELEMENTS = _skip(
 WEIGHT_GRADIENT = _skip(
     "ATP009",
     "WEIGHT_GRADIENT",
-    "what is reduced is a weight's gradient (a product that contracts over rows, or a vector), and its group has no "
-    "tensor-parallel chain in this graph, or is of a mesh dimension named for data parallelism",
-    "nothing to do if this is a gradient reduction (FSDP, DDP): nothing waits for it, and it is best bucketed with "
-    "others; otherwise name the group in Config(groups=...)",
+    "the reduced tensor is a weight's gradient: a matmul that contracts over rows made it, or it is a vector. Its "
+    "group has no tensor-parallel chain in this graph, or is of a mesh dimension named for data parallelism",
+    "nothing to do for a reduction of gradients, as FSDP's or DDP's: nothing waits for it, and it is best bucketed "
+    "with others. Otherwise name the group in Config(groups=...)",
 )
 RESULT_UNUSED = _skip(
     "ATP010",
@@ -160,33 +160,31 @@ DATA_PARALLEL_GROUP = _skip(
     "ATP011",
     "DATA_PARALLEL_GROUP",
     "the process group is of a mesh dimension named for data parallelism (dp, ddp, fsdp, hsdp, data, replicate)",
-    "nothing to do if weights or their gradients are communicated here; otherwise name the group in "
-    "Config(groups=...), or the mesh dimension for what it does",
+    "nothing to do if weights or their gradients are communicated here. Otherwise name the group in "
+    "Config(groups=...), or give the mesh dimension a name that says what it does",
 )
 PRODUCT_GATHERED = _skip(
     "ATP012",
     "PRODUCT_GATHERED",
-    "what is gathered comes from a matmul, and no matmul takes the gathered tensor: a gather overlaps with what "
-    "follows it",
-    "leave the product sharded where what follows can work on the shard (loss_parallel, a sampler of the shard), or "
-    "gather no more rows than are used (the last token of each sequence); nothing to do for context parallelism's keys "
-    "and values",
+    "the gathered tensor comes from a matmul, and no matmul takes it: a gather overlaps with a matmul that follows it",
+    "leave the matmul's result sharded where the next op can work on the shard, as loss_parallel does, or a sampler of "
+    "the shard. Or gather no more rows than are used, as the last token of each sequence. There is nothing to do for "
+    "context parallelism's keys and values",
 )
 OUTSIDE_GRAPH = _skip(
     "ATP013",
     "OUTSIDE_GRAPH",
-    "what takes the gathered tensor, or makes the reduced one, is not in this graph",
-    "if it is a matmul, bring both into one graph: compile a module around the one whose hooks communicate (hooks of "
-    "the compiled module itself are in other graphs, unless torch._dynamo.config.wrap_top_frame is set), see where "
-    "graphs break (TORCH_LOGS=graph_breaks), and let a nested_compile_region, or the branches of a torch.cond, hold "
-    "the collective too",
+    "the op that takes the gathered tensor, or makes the reduced one, is not in this graph",
+    "if it is a matmul, bring both into one graph. Hooks of the compiled module itself are in other graphs: compile a "
+    "module around it, or set torch._dynamo.config.wrap_top_frame. TORCH_LOGS=graph_breaks shows where graphs break. A "
+    "nested_compile_region, or the branches of a torch.cond, must hold the collective too",
 )
 
 RESULT_DROPPED = _reason(
     "ATP014",
     "RESULT_DROPPED",
-    "nothing uses the result; the partitioner, which made this graph of a training step and copies to each half what "
-    "can be computed there, left the collective behind: it is erased, with what is computed for it alone",
+    "nothing uses the result. Torch's partitioner splits a training step in two, and left the collective in this half "
+    "without a user. It is erased, with the ops that compute for it alone",
     "nothing to do",
     "ERASED",
 )
@@ -236,8 +234,7 @@ COMPUTED_BETWEEN = _miss(
 QUANTIZED_AFTER_GATHER = _miss(
     "ATP106",
     "QUANTIZED_AFTER_GATHER",
-    "the gathered tensor is quantized to fp8 or int8 between the all-gather and the matmul, in a way that cannot be "
-    "moved to the shard",
+    "the gathered tensor is quantized to fp8 or int8 before the matmul, in a way that cannot be moved to the shard",
     "quantize with pointwise operations and an amax of each row, which are moved; or gather the quantized shard",
 )
 NOT_ROWS_OR_CONTRACTION = _miss(
@@ -251,23 +248,23 @@ SIZES_NOT_PROVEN = _miss(
     "ATP108",
     "SIZES_NOT_PROVEN",
     "sizes do not fit, or are symbolic and their divisibility or equality cannot be proven without adding a guard",
-    "mark the dimension static, or make the local size (not the global one) the dynamic dimension; of a registered op, "
-    "see that its fake implementation gives the shape that was registered",
+    "mark the dimension static, or make the local size (not the global one) the dynamic dimension. For a registered "
+    "op, see that its fake implementation gives the shape that was registered",
 )
 GATHER_IS_RIGHT_OPERAND = _miss(
     "ATP109",
     "GATHER_IS_RIGHT_OPERAND",
-    "the gathered tensor is used only as a matmul's right-hand operand, and no other product can run meanwhile",
-    "let the product share its gather with another one that has the gathered tensor on the left, or give the compiled "
-    "region more of the program, so that there are products to run meanwhile",
+    "the gathered tensor is used only as a matmul's right-hand operand, and no other matmul can run meanwhile",
+    "let the matmul share its gather with another one that has the gathered tensor on the left. Or give the compiled "
+    "region more of the program, so that there are matmuls to run meanwhile",
 )
 SUM_HAS_OTHER_TERM = _miss(
     "ATP110",
     "SUM_HAS_OTHER_TERM",
-    "the reduced sum has a term of another shape or layout than its matmuls (a row, a number, a transposed tensor), or "
-    "a scaled addition",
-    "add a term that is the same on all ranks after the collective: on the shard that a reduce-scatter returns, or to "
-    "an all-reduce's result; expand another one to the product's shape, and add it before the product is transposed",
+    "the reduced sum has a scaled addition, or a term of another shape or layout: a row, a number, a transposed tensor",
+    "is the term the same on all ranks? Then add it to the collective's result: the shard of a reduce-scatter, or the "
+    "whole of an all-reduce. Expand any other term to the shape of the matmul's result, and add it before that is "
+    "transposed",
 )
 SUM_TERMS_DISAGREE = _miss(
     "ATP111",
@@ -279,11 +276,11 @@ SUM_TERMS_DISAGREE = _miss(
 COLLECTIVE_NOT_UNDERSTOOD = _miss(
     "ATP113",
     "COLLECTIVE_NOT_UNDERSTOOD",
-    "this collective is an op that asynctp does not know, one that writes in place, one whose result or group is not "
-    "as registered, or a list that is used whole",
-    "use a functional form and take its results one by one: torch.compile makes collectives of torch.distributed "
-    "functional, and DTensor and torch.distributed._functional_collectives are; tell asynctp of a custom op with "
-    "asynctp_passes.register_collective",
+    "asynctp does not know this collective, or cannot use it. It writes in place, its list of results is used whole, "
+    "or its result or group is not as registered",
+    "use a functional form and take its results one by one. torch.compile makes collectives of torch.distributed "
+    "functional; those of DTensor and torch.distributed._functional_collectives are so already. Describe a custom op "
+    "with asynctp_passes.register_collective",
 )
 UNEVEN_SHARDS = _miss(
     "ATP114",
@@ -295,8 +292,8 @@ MATMUL_NOT_UNDERSTOOD = _miss(
     "ATP115",
     "MATMUL_NOT_UNDERSTOOD",
     "the matmul is of a form that asynctp does not rewrite (a weight for each batch, grouped, an op it does not know)",
-    "write a layer with torch.nn.functional.linear or scaled_mm and one weight; tell asynctp of a custom op with "
-    "asynctp_passes.register_matmul; for attention's own products there is nothing to do",
+    "write a layer with torch.nn.functional.linear or scaled_mm and one weight. Describe a custom op with "
+    "asynctp_passes.register_matmul. For attention's own matmuls there is nothing to do",
 )
 MATMUL_PADDED = _miss(
     "ATP116",
@@ -317,18 +314,18 @@ MIXES_RANKS = _miss(
 ROWS_CONTRACTED = _miss(
     "ATP118",
     "ROWS_CONTRACTED",
-    "the gathered tensor only feeds products that contract over its rows (weight gradients), and no other product can "
+    "the gathered tensor only feeds matmuls that contract over its rows (weight gradients), and no other matmul can "
     "run meanwhile",
-    "let the product share its gather with the input gradient's, or give the compiled region more of the program, so "
-    "that there are products to run meanwhile",
+    "let the matmul share its gather with the input gradient's. Or give the compiled region more of the program, so "
+    "that there are matmuls to run meanwhile",
 )
 MATMUL_IN_ANOTHER_GRAPH = _miss(
     "ATP120",
     "MATMUL_IN_ANOTHER_GRAPH",
     "the collective and its matmul are compiled in two graphs, so that no op can be both",
-    "bring both into one graph: remove the graph break between them (TORCH_LOGS=graph_breaks has each with its place), "
-    "compile a module that holds both, or let the nested_compile_region, or the branches of the torch.cond, that holds "
-    "one of them hold the other too",
+    "bring both into one graph. Remove the graph break between them (TORCH_LOGS=graph_breaks has each with its place), "
+    "or compile a module that holds both. A nested_compile_region, or the branches of a torch.cond, must hold both or "
+    "neither",
 )
 
 # --- 2xx legality: the shape is right, but the rewrite would change the program ----------------------------
@@ -342,7 +339,7 @@ PRODUCT_HAS_OTHER_USERS = _miss(
     "ATP202",
     "PRODUCT_HAS_OTHER_USERS",
     "the unreduced matmul result (or a view of it) is also used elsewhere, so it must be kept whole",
-    "do not return or save the unreduced product (activation checkpointing: save the collective's result instead)",
+    "do not return or save the unreduced result (activation checkpointing: save the collective's result instead)",
 )
 OPERAND_DEPENDS_ON_GATHER = _miss(
     "ATP203",
@@ -385,9 +382,9 @@ MAY_DIFFER_BY_RANK = _miss(
 OPERAND_COMMUNICATED_LATER = _miss(
     "ATP210",
     "OPERAND_COMMUNICATED_LATER",
-    "what the matmul needs besides the gathered tensor depends on a collective that comes after the all-gather, and "
-    "the fused op stands where the all-gather stands: ranks share nothing but the order of their collectives",
-    "communicate what the other operand, its scale or the bias is computed from before the all-gather",
+    "the matmul's other operand, scale or bias depends on a collective that comes after the all-gather. The fused op "
+    "stands where the all-gather stands, since ranks share nothing but the order of their collectives",
+    "run the other collective before the all-gather",
 )
 RANDOM_BETWEEN = _miss(
     "ATP209",
@@ -399,18 +396,18 @@ RANDOM_BETWEEN = _miss(
 SENT_REARRANGED = _miss(
     "ATP211",
     "SENT_REARRANGED",
-    "elements change their places between the collective and the matmul in another way than by whole rows of the "
-    "matmul: ranks would send them in another order than the collective does, which ranks may see in different ways",
+    "elements change their places between the collective and the matmul, not only by whole rows of the matmul. Ranks "
+    "would send them in another order than the collective does, and may differ in that order",
     "gather the operand in the order in which the matmul has it, without a transposition in between",
     "let the collective take the matmul's result in its own order, and transpose the collective's result",
 )
 RANKS_DIFFER = _miss(
     "ATP212",
     "RANKS_DIFFER",
-    "what would travel between the ranks is not what the program's collective sends, and a rank of the group does not "
-    "compute it alike, or deviate=False forbids it: the collective stays as it is, fused in another way or not at all",
-    "let every rank compute the same of what is communicated, with the same asynctp, torch and options; of what one "
-    "rank looks at, let all take a copy; ASYNCTP_AGREE_S is how long ranks wait for one another",
+    "ranks would send other bytes than the program's collective does. A rank of the group does not compute these bytes "
+    "alike, or deviate=False forbids it. The collective stays as it is, fused in another way or not at all",
+    "let every rank compute the same from the communicated tensor, with the same asynctp, torch and options. If one "
+    "rank looks at a tensor, let all take a copy. ASYNCTP_AGREE_S is how long ranks wait for one another",
 )
 
 # --- 3xx kernel limits ---------------------------------------------------------------------------------
@@ -429,15 +426,15 @@ DEVICE_UNSUPPORTED = _miss(
 SCALES_UNSUPPORTED = _miss(
     "ATP303",
     "SCALES_UNSUPPORTED",
-    "the scales are neither tensorwise (one number), nor rowwise (one per row of A and one per column of B), nor of "
-    "blocks of 1x128 and 128x128",
+    "the scales are not tensorwise, rowwise, or of blocks of 1x128 and 128x128. Tensorwise is one number, rowwise one "
+    "for each row of A and each column of B",
     "use a tensorwise, rowwise or such a blockwise recipe; MX, NVFP4 and swizzled scales are not fused",
 )
 CONTRACTION_TOO_LARGE = _miss(
     "ATP304",
     "CONTRACTION_TOO_LARGE",
     "more is gathered along the contraction dimension than the one implementation for it takes (64 MiB), and every "
-    "product needs all of it",
+    "matmul needs all of it",
     "shard activations over rows (the sequence) instead of the contraction dimension",
 )
 COLUMNS_TOO_LARGE = _miss(
@@ -452,7 +449,7 @@ SCALES_BLOCKWISE = _miss(
     "SCALES_BLOCKWISE",
     "the scales are one per block of 1x128 or 128x128, and not as torch's scaled_mm takes them, or blocks have rows of "
     "several ranks",
-    "use torch.nn.functional.scaled_mm, with the shapes and padding that it wants and static sizes of K and N; 128x128 "
+    "use torch.nn.functional.scaled_mm with the shapes and padding that it wants, and static sizes of K and N. 128x128 "
     "blocks of A need a multiple of 128 rows on each rank",
 )
 
@@ -473,26 +470,26 @@ MATMUL_TAKEN = _skip(
 MOVES_MORE = _skip(
     "ATP403",
     "MOVES_MORE",
-    "computing on the shard would move more bytes than it overlaps: those of what the matmul takes exceed those of the "
-    "gathered tensor, or come on top of them because the gathered tensor is used as it is too; or it would take a "
-    "collective more, of what is found over all ranks' rows, to save few bytes",
-    "nothing to do; where the other use can do with what the matmul takes, compute that before the gather",
+    "computing on the shard would move more bytes than it overlaps. The matmul's operand has more bytes than the "
+    "gathered tensor, or would be gathered on top of it, for its other users. Or a statistic over all ranks' rows "
+    "would take one more collective, to save few bytes",
+    "nothing to do. If the other users can work with the matmul's operand, compute that before the gather",
 )
 
 BEHIND_PRODUCTS = _reason(
     "ATP404",
     "BEHIND_PRODUCTS",
-    "no product can begin with a part of what is gathered: one that takes it needs all of it (a weight's gradient, or "
-    "it is the right operand), or none does; instead of being fused, the gather runs whole beside other products: by "
-    "asynctp::all_gather, from before them to after them",
+    "no matmul can begin with a part of the gathered tensor. One needs all of it, as a weight's gradient does, or as "
+    "its right operand; or no matmul takes it. The gather runs whole beside other matmuls instead, by "
+    "asynctp::all_gather, which starts before them and ends after them",
     "nothing to do",
     "OVERLAPPED",
 )
 SCATTER_BEHIND_PRODUCTS = _reason(
     "ATP405",
     "SCATTER_BEHIND_PRODUCTS",
-    "no matmul can take this reduce-scatter in; it runs whole beside products that do not need it: by "
-    "asynctp::reduce_scatter, from before them to after them",
+    "no matmul can take this reduce-scatter in. It runs whole beside matmuls that do not need it, by "
+    "asynctp::reduce_scatter, which starts before them and ends after them",
     "nothing to do",
     "OVERLAPPED",
 )
@@ -502,8 +499,8 @@ INTERNAL_ERROR = _miss(
     "ATP901",
     "INTERNAL_ERROR",
     "asynctp failed on this graph in a way that nobody foresaw; the graph is as it was before, and runs without it",
-    "this is a bug of asynctp: run the program again with TORCH_TRACE=FOLDER in the environment, and report the error "
-    "that was logged together with that folder, which holds the graphs (shapes and lines of your program, no values)",
+    "this is a bug of asynctp. Run the program again with TORCH_TRACE=FOLDER in the environment. Report the logged "
+    "error together with that folder, which holds the graphs: shapes and lines of your program, no values",
 )
 
 
@@ -525,10 +522,14 @@ def catalogue_markdown(introduction: str, programs: Mapping[str, str]) -> str:
     lines = [
         "# Reasons",
         "",
-        "Every chain that is not fused carries one of these codes. SKIPPED is logged and never raises: the collective",
-        "is out of scope or not worth fusing. Where something else is done to it, its remark names that",
-        "([outcomes](report.md#outcomes)). MISSED is in scope and could not be fused: it is logged as a warning,",
-        'and raises under `strict="all"` (and under `strict="zero"` when nothing in the graph was fused).',
+        "Every [chain](../glossary.md) that is not fused carries one of these codes.",
+        "",
+        "| Outcome | Meaning | Logged | Raises |",
+        "|---|---|---|---|",
+        "| SKIPPED | out of scope, or not worth fusing | as info | never |",
+        "| MISSED | in scope, and could not be fused | as a warning "
+        '| under `strict="all"`; under `strict="zero"` when nothing in the graph was fused |',
+        "| [others](report.md#outcomes) | something else is done, which the remark names | as info | never |",
         "",
         introduction,
         "",

@@ -1,4 +1,4 @@
-"""Collectives and matmuls of a graph as frozen values: what `read` reads, once, and all later stages go by."""
+"""Collectives and matmuls of a graph as frozen values, which are read once, and all later stages go by."""
 
 from __future__ import annotations
 

@@ -10,59 +10,22 @@ that looks like a weight's gradient is left out: what reduces it in another grap
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import (
-    as_size,
-    describe,
-    module_of,
-    nodes_in,
-    reachable,
-    source_of,
-    subgraphs_of,
-    tensor_of,
-    traits_of,
-)
+from asynctp_passes.ir.matmuls import contracts_rows, feeds_left_operand, is_matmul
+from asynctp_passes.ir.nodes import describe, module_of, nodes_in, source_of, subgraphs_of, tensor_of, traits_of
 from asynctp_passes.ir.op_traits import WHOLE, View
-from asynctp_passes.ir.read import contracts_rows, feeds_left_operand, is_matmul
-from asynctp_passes.ir.sizes import product, same
+from asynctp_passes.ir.records import Crossing
+from asynctp_passes.ir.sizes import as_size, product, same
+from asynctp_passes.ir.traversal import reachable
 
-__all__ = ["Crossing", "crossings_of", "multiplied_by", "product_of"]
+__all__ = ["crossings_of", "multiplied_by", "product_of"]
 
 _VIEWS = WHOLE | {View.SPLIT, View.UNBIND, View.ITEM, View.AWAIT_LIST}
 """Views that a whole tensor may go through; what parts of it become is whole again where all of it arrives."""
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """A tensor by which a collective of one graph and a matmul of another may belong together.
-
-    Attributes:
-        leaves: It is a result of the graph; else an input.
-        index: Its number among the results, or the inputs, of the compiled function.
-        role: The op next to it: `"matmul"`, `"all_gather"` (only of results), `"reduce_scatter"` or `"all_reduce"`
-            (only of inputs).
-        node: Name of that op's node in the original graph.
-        tensor: Dtype and shape of the op's result, or of its operand, as text.
-        source: `file:line` of it in the user's program, when the graph knows it.
-        module: Path in what was compiled of its module, when the graph knows it.
-        group: Name of the process group; empty for a matmul.
-        group_size: Number of ranks in it; 0 for a matmul, or where the graph does not say it.
-    """
-
-    leaves: bool
-    index: int
-    role: str
-    node: str
-    tensor: str
-    source: str | None = None
-    module: str | None = None
-    group: str = ""
-    group_size: int = 0
 
 
 def crossings_of(graph: fx.Graph, unfused: Iterable[Collective]) -> tuple[Crossing, ...]:

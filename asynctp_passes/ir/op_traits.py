@@ -65,6 +65,7 @@ class OpTraits:
         sign: 1 for an addition, -1 for a subtraction.
         multiplies: 1 for a multiplication by its argument `other`, -1 for a division by it.
         negates: It multiplies by -1.
+        at_most_one: Its result is between -1 and 1.
         reduces: How it reduces its first argument over dimensions.
         constant: The number that fills its result, or the name of the argument that is this number.
         size: It reads a size or stride, which is no use of a tensor's values.
@@ -76,6 +77,7 @@ class OpTraits:
     sign: int = 0
     multiplies: int = 0
     negates: bool = False
+    at_most_one: bool = False
     reduces: Reduction | None = None
     constant: str | float | None = None
     size: bool = False
@@ -182,6 +184,7 @@ TRAITS: dict[str, OpTraits] = {
     "aten.div.Tensor": OpTraits(multiplies=-1),
     "aten.div.Scalar": OpTraits(multiplies=-1),
     "aten.neg.default": OpTraits(negates=True),
+    "aten.sigmoid.default": OpTraits(at_most_one=True),
     # reductions over dimensions
     "aten.amax.default": _MAX,
     "aten.max.default": _MAX,

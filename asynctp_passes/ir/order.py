@@ -14,8 +14,8 @@ from itertools import pairwise
 from torch import fx
 
 from asynctp_passes import compat
+from asynctp_passes.ir.collectives import looks_collective
 from asynctp_passes.ir.nodes import called_op, is_size, name_of, op_name, subgraphs_of
-from asynctp_passes.ir.read import looks_collective
 from asynctp_passes.ir.registry import collective_op
 
 __all__ = [

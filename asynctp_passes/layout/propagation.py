@@ -18,10 +18,11 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, reasons
-from asynctp_passes.ir.nodes import Sizes, arguments, is_size, op_name, reachable, tensor_of, traits_of
+from asynctp_passes.ir.matmuls import added_matrix
+from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, traits_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.read import added_matrix
-from asynctp_passes.ir.sizes import Size, product, same
+from asynctp_passes.ir.sizes import Size, Sizes, product, same
+from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap, concatenate
 from asynctp_passes.ops.checks import WIDENED
 from asynctp_passes.reasons import Refusal

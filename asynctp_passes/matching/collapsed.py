@@ -6,9 +6,10 @@ from collections.abc import Container, Sequence
 
 from torch import fx
 
-from asynctp_passes.ir.nodes import Sizes, draws, reachable
+from asynctp_passes.ir.collectives import awaited_item
 from asynctp_passes.ir.order import communicates, in_turn
-from asynctp_passes.ir.read import awaited_item
+from asynctp_passes.ir.sizes import Sizes
+from asynctp_passes.ir.traversal import draws, reachable
 from asynctp_passes.matching.chains import Chain, Hoist, Step
 
 __all__ = ["collapsed"]

@@ -8,9 +8,13 @@ an input, and each all-reduce their own gradient of it, write such sums (queries
 
 Members are chains that could each be fused alone, and differ in their products only, and besides at least one of these
 other reductions of the kind: what they reduce is added to the products (routed tokens to a shared expert's), or the
-sum over a dimension of it if only that is used (`early_sums`: experts' outputs, one by one). The sum
+sum over a dimension of it if only that is used (experts' outputs, one by one). The sum
 after them is followed from their results as sums in front of a collective are from products (`propagate`): an
 addition joins equal maps. What else it adds in between, as a residual, is added to the one result.
+
+A sum over a dimension can be done before the reduction, where nothing else of what is reduced is used:
+
+    x → all_reduce → wait → view* → sum over a dimension → ...   is   x → view → sum → all_reduce → wait → ...
 """
 
 from __future__ import annotations
@@ -24,9 +28,10 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, Matmul
-from asynctp_passes.ir.nodes import arguments, reachable, tensor_of, traits_of, value_of
-from asynctp_passes.ir.read import same_strides
-from asynctp_passes.ir.sizes import product, same
+from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
+from asynctp_passes.ir.op_traits import Reduction
+from asynctp_passes.ir.sizes import product, same, same_strides
+from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.propagation import (
     adds,
@@ -37,9 +42,9 @@ from asynctp_passes.layout.propagation import (
     scaling_of,
     sources_of,
     times,
+    views_of,
 )
 from asynctp_passes.matching.chains import Candidate, EarlySum, ScatterChain, Term
-from asynctp_passes.matching.early_sums import early_sum
 from asynctp_passes.matching.match_context import MatchContext
 
 __all__ = ["summed"]
@@ -117,7 +122,7 @@ def _early_sums(
     context: MatchContext, candidates: Mapping[fx.Node, Candidate], chains: Set[fx.Node]
 ) -> dict[fx.Node, EarlySum]:
     """The sums over a dimension that can be done before reductions without a chain, by reduction."""
-    found = {node: early_sum(context, one.collective) for node, one in candidates.items() if node not in chains}
+    found = {node: _early_sum(context, one.collective) for node, one in candidates.items() if node not in chains}
     return {node: early for node, early in found.items() if early is not None}
 
 
@@ -295,3 +300,31 @@ def _in_order_of_products(
         if way is not None and _elements(way, member) == _elements(chain.way, chain.collective):
             return source
     return None
+
+
+# --- sums before a reduction ------------------------------------------------------------------------------------
+def _early_sum(context: MatchContext, collective: Collective) -> EarlySum | None:
+    """The one sum that uses an all-reduced tensor, through views in the order of its elements; None if others do."""
+    if collective.kind != "all_reduce" or collective.call is not None:
+        return None
+    views = views_of(collective.results)
+    users = {user for node in views for user in node.users}.difference(views)
+    total = users.pop() if len(users) == 1 else None
+    if total is None or traits_of(total).reduces is not Reduction.SUM:
+        return None
+    if len({context.segments[node] for node in (*views, total)}) > 1:
+        return None
+    values = arguments(total)
+    reduced, terms, result = (tensor_of(node) for node in (collective.node, values["self"], total))
+    dims: list[int] = list(values.get("dim") or [])
+    if reduced is None or terms is None or result is None or len(dims) != 1:
+        return None
+    if not reduced.dtype == terms.dtype == result.dtype:
+        return None
+    own, sizes = context.sizes.of(reduced), context.sizes.of(terms)
+    seen = propagate(context.sorted(views), sources_of([collective.node], context.sizes), context.sizes)
+    if seen.maps.get(values["self"]) != IndexMap.identity(own).reshape(sizes):
+        return None
+    dim = dims[0] % len(sizes)
+    inside = context.sorted([*views, total])
+    return EarlySum(collective, total, inside, product(sizes[:dim]), sizes[dim], product(sizes[dim + 1 :]))

@@ -9,10 +9,11 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective, Matmul
-from asynctp_passes.ir.nodes import Sizes, is_size, reachable, segments, tensor_of, value_of, written_by
+from asynctp_passes.ir.matmuls import feeds_left_operand, is_matmul
+from asynctp_passes.ir.nodes import is_size, tensor_of, value_of, written_by
 from asynctp_passes.ir.order import communications, latest_communication
-from asynctp_passes.ir.read import feeds_left_operand, is_matmul
-from asynctp_passes.ir.sizes import Size, product, same
+from asynctp_passes.ir.sizes import Size, Sizes, product, same
+from asynctp_passes.ir.traversal import reachable, segments
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.propagation import Propagation, propagate, shares_memory, views_of
 from asynctp_passes.matching import near_miss

@@ -11,22 +11,39 @@ unless its name tells that it mixes rows or multiplies by itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from asynctp_passes.ir.nodes import called_op, is_pointwise, name_of, op_name, tensor_of, traits_of
+from asynctp_passes import reasons
+from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.nodes import (
+    called_name,
+    called_op,
+    is_pointwise,
+    is_size,
+    name_of,
+    op_name,
+    short_name,
+    subgraphs_of,
+    tensor_of,
+    traits_of,
+)
 from asynctp_passes.ir.order import communicates
-from asynctp_passes.ir.read import called_name, identical, is_matmul, short_name
+from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
 
 __all__ = [
     "Ways",
+    "absent",
+    "callers",
     "computed_from",
     "inputs_next_to",
+    "is_vector",
     "names",
+    "only_scales",
     "quantizes",
     "reduces",
     "transparent",
@@ -157,3 +174,41 @@ def names(nodes: Sequence[fx.Node]) -> str:
     steps = [short_name(node) for node in nodes]
     shown = steps if len(steps) <= 6 else [*steps[:3], "...", *steps[-2:]]
     return " -> ".join(shown)
+
+
+def is_vector(node: fx.Node | None) -> bool:
+    """True for a tensor of one dimension, or of none."""
+    value = tensor_of(node)
+    return value is not None and value.dim() < 2
+
+
+def only_scales(scalings: Container[fx.Node], node: fx.Node) -> bool:
+    """True when a node is one of these multiplications, or only such take it, element by element."""
+    stack = [node]
+    while stack:
+        step = stack.pop()
+        if step in scalings:
+            continue
+        users = [user for user in step.users if not is_size(user)]
+        if not users or len(step.all_input_nodes) != 1 or reduces(step) or not transparent(step):
+            return False
+        stack += users
+    return True
+
+
+def absent(nodes: Sequence[fx.Node], border: str) -> reasons.Reason:
+    """Why no matmul is among these users or makers of a tensor: all are in other graphs, or they are other ops."""
+
+    def is_outside(node: fx.Node) -> bool:
+        ran = node.all_input_nodes if op_name(node) == "getitem" else [node]
+        return node.op == border or any(map(subgraphs_of, ran))
+
+    return reasons.OUTSIDE_GRAPH if nodes and all(map(is_outside, nodes)) else reasons.NO_MATMUL
+
+
+def callers(nodes: Iterable[fx.Node]) -> str:
+    """Ops, for people: at most three; where a graph begins and ends is said too."""
+    ends = {"placeholder": "an input of the graph", "output": "what takes the graph's results"}
+    found = dict.fromkeys(ends.get(node.op) or called_name(node) or node.name for node in nodes)
+    names = list(found)[:3] + (["..."] if len(found) > 3 else [])
+    return ", ".join(names) or "nothing"

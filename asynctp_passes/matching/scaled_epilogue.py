@@ -11,6 +11,10 @@ accumulation, and int8 weights, alone (columns) or with int8 activations (rows t
 The two differ in rounding: the program rounds the product, scales it and rounds again, and the scaled matmul scales its
 sum in fp32 and rounds once. So a scale of a product of 16 bits or int8 may round to bfloat16, which has the range of
 fp32. Nothing but the last result may become float16, in which the program's number may be infinite.
+
+The scaled matmul multiplies by the row's factor, then by the column's. A program may do it in another order where that
+cannot leave the range of fp32 in between: products of fp8 and int8 are 0 or of 2^-32 to 2^32 · K. Those of other dtypes
+may be near the ends of it, as masks are. Then the order is the same, or the first factor is no larger than 1 (a gate).
 """
 
 from __future__ import annotations
@@ -25,10 +29,11 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Matmul, ScaledOptions
-from asynctp_passes.ir.nodes import arguments, filling_of, is_size, mutates, reachable, tensor_of, traits_of, value_of
-from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.read import are_one, identical, is_matmul, read_matmul, read_term, rows_of
-from asynctp_passes.ir.sizes import same
+from asynctp_passes.ir.matmuls import is_matmul, read_matmul, read_term, rows_of
+from asynctp_passes.ir.nodes import arguments, filling_of, is_size, mutates, tensor_of, traits_of, value_of
+from asynctp_passes.ir.op_traits import WHOLE, View
+from asynctp_passes.ir.sizes import are_one, identical, same
+from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view, scaling_of, shares_memory, widens
 from asynctp_passes.reasons import Refusal
 
@@ -37,6 +42,7 @@ __all__ = ["read_product", "scalings"]
 _ROUNDED = {torch.bfloat16, torch.float16, torch.float32}
 
 Kind = Literal["row", "column", "number"]
+Factor = tuple[Kind, fx.Node]
 
 
 def read_product(node: fx.Node) -> Matmul | Refusal | None:
@@ -183,7 +189,8 @@ def _not_fp32(way: Sequence[fx.Node]) -> Refusal | None:
 _SCALED_AFTER = {torch.bfloat16, torch.float16, torch.float32, torch.int32}
 """Dtypes of matmuls that have no scales of their own."""
 _WIDE = {torch.bfloat16, torch.float32}
-"""Dtypes in which a scaled number is infinite, or 0, only where it is so in fp32."""
+"""Dtypes that have the range of fp32. Only products of fp32 have numbers so near its ends that bfloat16 rounds them to
+infinity, or to 0."""
 
 
 def _scaled_after(matmul: Matmul, way: Sequence[fx.Node]) -> Matmul | None:
@@ -200,17 +207,33 @@ def _keeps_range(way: Sequence[fx.Node]) -> bool:
     """True where the program has no infinite number, or 0, on the way that scales in fp32 do not give."""
     steps = [(before, step) for before, step in pairwise(way) if _scales(step)]
     for before, step in steps:
-        dtype = value_of(step).dtype
-        own = dtype == torch.float16 and step is steps[-1][1]
-        if dtype not in _WIDE and not (own and (traits_of(step).casts or value_of(before).dtype == dtype)):
+        dtype, last = value_of(step).dtype, step is steps[-1][1]
+        if dtype == torch.float16:
+            if not (last and (traits_of(step).casts or value_of(before).dtype == dtype)):
+                return False
+        elif dtype not in _WIDE or (dtype == torch.bfloat16 and not last and value_of(way[0]).dtype == torch.float32):
             return False
     return True
+
+
+def _in_order(factors: Sequence[Factor], scales: Sequence[fx.Node | None], outer: bool) -> bool:
+    """True where the op's scales are multiplied by in the program's order, or the first is no larger than 1."""
+    first, *others = [scale for scale in scales if scale is not None]
+    alike = not outer and [factor for _, factor in factors] == [first, *others]
+    return alike or not others or _is_gate(first)
+
+
+def _is_gate(factor: fx.Node) -> bool:
+    """True for a sigmoid, through views and conversions."""
+    while traits_of(factor).view in WHOLE - {View.BITCAST} and len(factor.all_input_nodes) == 1:
+        (factor,) = factor.all_input_nodes
+    return traits_of(factor).at_most_one
 
 
 # --- factors ---------------------------------------------------------------------------------------------------
 def _with_scales(matmul: Matmul, scaled: ScaledOptions, way: Sequence[fx.Node]) -> Matmul | Refusal:
     """The matmul with the factors of all steps as its scales."""
-    found: list[tuple[Kind, fx.Node]] = []
+    found: list[Factor] = []
     outer: list[fx.Node] = []
     for before, step in pairwise(way):
         if not _multiplies(step):
@@ -231,11 +254,14 @@ def _with_scales(matmul: Matmul, scaled: ScaledOptions, way: Sequence[fx.Node]) 
     if scales is None:
         names = ", ".join(f"{factor.name} per {kind}" for kind, factor in found)
         return Refusal(reasons.COMPUTED_BETWEEN, f"{end.name} has more factors than one per row and column: {names}")
+    bounded = scaled.a_scale is not None or value_of(matmul.node).dtype == torch.int32
+    if not (bounded or _in_order(found, scales, bool(outer))):
+        return Refusal(reasons.COMPUTED_BETWEEN, f"{end.name} has its factors in another order than rows, columns")
     options = replace(scaled, a_scale=scales[0], b_scale=scales[1], out_dtype=value_of(end).dtype, blocks=None)
     return replace(matmul, node=end, scaled=options, epilogue=(*outer, *way[:-1]))
 
 
-def _factors(node: object, step: fx.Node, scaled: ScaledOptions) -> list[tuple[Kind, fx.Node]] | None:
+def _factors(node: object, step: fx.Node, scaled: ScaledOptions) -> list[Factor] | None:
     """A factor, or the two whose outer product a node is; None for what is neither."""
     kind = _kind(node, step, scaled)
     if isinstance(node, fx.Node) and kind is not None:
@@ -273,9 +299,7 @@ def _kind(node: object, step: fx.Node, scaled: ScaledOptions) -> Kind | None:
     return "row" if alike and identical(columns, 1) else None
 
 
-def _assigned(
-    factors: Sequence[tuple[Kind, fx.Node]], scaled: ScaledOptions
-) -> tuple[fx.Node | None, fx.Node | None] | None:
+def _assigned(factors: Sequence[Factor], scaled: ScaledOptions) -> tuple[fx.Node | None, fx.Node | None] | None:
     """The scales of A and B: the factor per row and per column, a number where there is none, else the constant 1."""
     by_kind: dict[Kind, list[fx.Node]] = {"row": [], "column": [], "number": []}
     for kind, factor in factors:

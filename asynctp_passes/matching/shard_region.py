@@ -1,4 +1,4 @@
-"""Matmuls after a gather, and moving row-wise computation from between the two to before the gather.
+"""Tensors that every rank can compute its part of from its own shard: a gathered one, and what is computed of it.
 
     shard → all_gather → wait → {view, pointwise op, cast, amax of a row}* → matmul
 
@@ -8,7 +8,7 @@ of them from its own shard. Each is [outer, ranks, inner] along one of its dimen
 [outer, inner]:
 
     the gathered tensor     [ranks, shard] in the order of its elements, or in that of a view: its source says so
-    a view                  its index map says where the ranks went (`shapes.locate_ranks`)
+    a view                  its index map says where the ranks went (`placement.locate_ranks`)
     a pointwise op, a cast  elements meet elements of the same rank, or a value that is the same on all ranks and has
                             one element along the ranks' dimension, or the same number everywhere
     an amax or amin         over other dimensions than the ranks'
@@ -27,15 +27,15 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from asynctp_passes import compat, reasons
-from asynctp_passes.ir.calls import Collective, Matmul, ScalesOfA, nodes_of
+from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.matmuls import added_matrix, is_matmul
 from asynctp_passes.ir.nodes import (
     arguments,
     filling_of,
@@ -44,34 +44,24 @@ from asynctp_passes.ir.nodes import (
     is_size,
     mutates,
     op_name,
-    reachable,
     tensor_of,
     traits_of,
     value_of,
 )
-from asynctp_passes.ir.read import (
-    added_matrix,
-    contracts_rows,
-    is_matmul,
-    operands_that_are,
-    read_term,
-    scales_mismatch,
-)
 from asynctp_passes.ir.sizes import Size, product, quotient, same
+from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
-from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks, scales_rows
+from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks
 from asynctp_passes.layout.propagation import Propagation, is_view, propagate, views_of
 from asynctp_passes.matching import near_miss
-from asynctp_passes.matching.chains import CrossRankReduction, GatherChain, Hoist, Part, SideGather, Step
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["PlacedMatmul", "ShardRegion", "chains_of", "placed_matmuls", "placed_scales"]
+__all__ = ["ShardRegion", "Users", "is_small"]
 
 _SMALL = 8  # A tensor of that many times fewer bytes than the gathered one is cheap to gather on its own.
 
 
-# --- the region --------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Root:
     """A tensor of the region that is not a view: [outer, ranks, block] row-major, with its views.
@@ -355,7 +345,7 @@ class ShardRegion:
 
     def _cross_rank(self, node: fx.Node, exact: bool) -> Refusal | None:
         """Why a reduction over all ranks' rows is not found from what each rank finds."""
-        if not (exact and _is_small(self, node) and value_of(node).dtype.is_floating_point):
+        if not (exact and is_small(self, node) and value_of(node).dtype.is_floating_point):
             return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
         unchanged = self.context.segments[node] == self.context.segments[self.gather.node]
         return None if unchanged else Refusal(reasons.MUTATED_IN_BETWEEN, "comes after an in-place operation")
@@ -428,271 +418,7 @@ def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:
     )
 
 
-# --- matmuls of the region ------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class PlacedMatmul:
-    """A matmul whose left operand, and perhaps its scales of rows or blocks, every rank has or can compute its part of.
-
-    `scale` is None for scales that come from elsewhere: the same on all ranks, or gathered by another collective.
-    """
-
-    matmul: Matmul
-    placement: GatherPlacement
-    scale: GatherPlacement | None
-
-    @property
-    def ends(self) -> list[fx.Node]:
-        """The operands from the region: the left one and, if it is computed there, its scale."""
-        scaled = None if self.scale is None else self.matmul.scaled
-        return [self.matmul.a] if scaled is None else [self.matmul.a, scaled.given_a_scale]
-
-
-def placed_matmuls(region: ShardRegion) -> tuple[list[PlacedMatmul], dict[fx.Node, Refusal]]:
-    """The matmuls whose left operand is a tensor of the region, and why others that take one are no such matmul."""
-    found: list[PlacedMatmul] = []
-    missed: dict[fx.Node, Refusal] = {}
-    users = (user for root in region.roots.values() for user in root.propagation.all_users())
-    for node in region.context.sorted(filter(is_matmul, users)):
-        result = _placed_matmul(region, node)
-        if isinstance(result, PlacedMatmul):
-            found.append(result)
-        else:
-            missed[node] = result
-    return found, missed
-
-
-def _placed_matmul(region: ShardRegion, node: fx.Node) -> PlacedMatmul | Refusal:
-    """A matmul of the region; of `c + a @ b` it is `a @ b`: `c` is added after the fused op, whatever it is."""
-    roles = operands_that_are(node, region.home)
-    if "left" not in roles:
-        right = "right" in roles
-        return Refusal(reasons.GATHER_IS_RIGHT_OPERAND if right else reasons.GATHERED_SCALE, node.name)
-    matmul = read_term(node)
-    if isinstance(matmul, Refusal):
-        return matmul
-    found = _by_parts(region, matmul)
-    return Refusal(found.reason, f"{node.name}: {found.facts}") if isinstance(found, Refusal) else found
-
-
-def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
-    """A matmul with the place of the ranks in its left operand and in the scale of that, if that is of the region."""
-    a_scale = None if matmul.scaled is None else matmul.scaled.a_scale
-    travels = a_scale in region.home
-    for operand in matmul.operands:
-        if not (travels and operand is a_scale) and region.needs_gather(operand):
-            cause = region.cause(operand) if operand is a_scale else None
-            return cause or Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, operand.name)
-        joins = operand is a_scale and operand in region.context.gather_of  # its gather may become part of this one
-        if not (travels and operand is a_scale) and not joins and (late := region.late(operand)) is not None:
-            return late
-    view = region.context.rows_and_columns(region.view(matmul.a), matmul.a)
-    placement = view if isinstance(view, Refusal) else region.located(matmul.a, view)
-    if isinstance(placement, Refusal):
-        inside = placement.reason is reasons.NOT_ROWS_OR_CONTRACTION and contracts_rows(matmul.node)
-        return Refusal(reasons.ROWS_CONTRACTED if inside else placement.reason, placement.facts)
-    quantized = matmul.scaled is not None or value_of(matmul.a).dtype == torch.int8
-    if not quantized and (number := _first_number(region, matmul.a)) is not None:
-        return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{op_name(number)} {number.name} takes a number")
-    if a_scale is None or matmul.scaled is None or not travels:
-        return PlacedMatmul(matmul, placement, None)
-    scale = placed_scales(region, a_scale, region.view(a_scale), matmul.scaled.of_a, placement)
-    if isinstance(scale, Refusal):
-        return scale
-    return scales_mismatch(matmul, matmul.scaled) if scale is None else PlacedMatmul(matmul, placement, scale)
-
-
-def placed_scales(
-    region: ShardRegion, node: fx.Node, view: IndexMap, of_a: ScalesOfA, data: GatherPlacement
-) -> GatherPlacement | Refusal | None:
-    """Where the scales of A are, seen as `view` of a node's root; None if they are not laid out over rows as A is."""
-    if len(view.dims) != 2:
-        return None
-    found = region.located(node, view.permute((1, 0)) if of_a.transposed else view)
-    return found if isinstance(found, Refusal) or scales_rows(found, data, of_a.rows, of_a.numbers) else None
-
-
-def _first_number(region: ShardRegion, node: fx.Node) -> fx.Node | None:
-    """The first op on the way to a member that takes a number, or a tensor computed from such."""
-    roots = _roots_above(region, [node])
-    return next((root for root in roots if region.roots[root].numbers), None)
-
-
-def _roots_above(region: ShardRegion, ends: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-    """The computed tensors that members are made of, each by its first twin, in graph order."""
-    twins = (region.twin(end) for end in ends)
-    above = reachable(twins, lambda root: map(region.twin, region.sources(root)))
-    return region.context.sorted(above - {region.gather.node})
-
-
-# --- the chain ---------------------------------------------------------------------------------------------------
-def chains_of(region: ShardRegion, products: Iterable[PlacedMatmul]) -> Iterator[GatherChain]:
-    """Chains, each of the products that one fused op can compute together, of which one may be fused.
-
-    Rows are preferred to the contraction, since chunks of rows finish early, then the earlier matmul.
-    """
-    alike: dict[Any, list[PlacedMatmul]] = {}
-    for one in sorted(products, key=lambda one: one.placement.axis != "rows"):
-        alike.setdefault(_key(region, one), []).append(one)
-    return (_chain(region, chosen) for chosen in alike.values())
-
-
-def _chain(region: ShardRegion, products: Sequence[PlacedMatmul]) -> GatherChain:
-    lead, matmuls = products[0], tuple(one.matmul for one in products)
-    used = region.used_elsewhere(set(nodes_of(matmuls)))
-    returned, copies = _returned(region, used, matmuls)
-    held = set() if returned is None else set(views_of([returned]))
-    served = _served(region, copies, held)
-    used = {node: users for node, users in used.items() if node not in held and region.home[node] not in served}
-    hoist = _hoist(region, used, products, copies, held) if region.members else None
-    ends = [end for one in products for end in one.ends] + [one.node for one in (hoist.side_gathers if hoist else ())]
-    return GatherChain(
-        collective=region.gather,
-        matmuls=matmuls,
-        placement=lead.placement,
-        views=region.context.sorted(region.views_to(ends)),
-        returned=returned,
-        scale_placement=lead.scale,
-        hoist=hoist,
-    )
-
-
-def _key(region: ShardRegion, one: PlacedMatmul) -> tuple[Any, ...]:
-    """Equal for products of the same left operand and scale of it, with the same options."""
-    a, scaled = one.matmul.a, one.matmul.scaled
-    operand = (region.twin(a), one.placement, value_of(a).dtype)
-    if scaled is None:
-        return operand
-    own = region.known.get(scaled.given_a_scale, scaled.given_a_scale)
-    scale = own if one.scale is None else (region.twin(scaled.given_a_scale), one.scale)
-    return (*operand, scale, scaled.out_dtype, scaled.use_fast_accum, scaled.of_a)
-
-
-def _returned(
-    region: ShardRegion, used: Users, matmuls: Sequence[Matmul]
-) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
-    """The tensor that the fused op returns to other users: the matmuls' left operand, if these use only views of it.
-
-    Two views of one tensor share memory, and an operand from the fused op would not. So where there are others, the
-    gathered tensor itself is made of what the op returns; where ops are hoisted, its gather stays. Roots that hold what
-    the operand holds, and that are used too, are copies of it.
-    """
-    operand, *others = {matmul.a for matmul in matmuls}
-    taken = {node for node in used if region.home[node] is region.home[operand]}
-    alone = not others and compat.is_contiguous(value_of(operand)) and operand not in region.gather.results
-    if alone and taken <= set(views_of([operand])):
-        roots = dict.fromkeys(region.home[node] for node in used if node not in taken)
-        copies = tuple(root for root in roots if _is_copy(region, root, operand))
-        return (operand if taken or copies else None), copies
-    return (region.gather.node if taken and not region.members else None), ()
-
-
-def _is_copy(region: ShardRegion, root: fx.Node, operand: fx.Node) -> bool:
-    """True for a row-major root that holds the elements of an operand, in their order."""
-    ours, value = region.view(operand), value_of(root)
-    in_order = (ours.digits, ours.offset) == (region.view(root).digits, 0)
-    as_it_is = compat.is_contiguous(value) and value.dtype == value_of(operand).dtype
-    return region.twin(root) is region.twin(operand) and in_order and as_it_is
-
-
-def _hoist(
-    region: ShardRegion, used: Users, products: Sequence[PlacedMatmul], copies: tuple[fx.Node, ...], held: set[fx.Node]
-) -> Hoist:
-    """The ops to repeat on the shard for an operand and perhaps its scale, and what becomes of what is `used` else.
-
-    The fused op returns what is `held`, and `copies` are made of that.
-    """
-    lead, ends, side_gathers = products[0], products[0].ends, _side_gathers(region, used)
-    passenger = (
-        None if len(ends) > 1 or lead.matmul.scaled is None else _passenger(region, side_gathers, lead.placement)
-    )
-    served = _served(region, [*side_gathers, *copies], held)
-    others = [user for node, users in used.items() if region.home[node] not in served for user in users]
-    needed = _needed(
-        region, [*side_gathers, *(source for one in products for source in (one.matmul.a, *one.matmul.operands))]
-    )
-    cross_rank = {one: equal for one, equal in region.cross_rank.items() if one in needed or not others}
-    left = [node for one, equal in region.cross_rank.items() if one not in cross_rank for node in equal]
-    kept = region.context.sorted([*others, *left])
-    sources = [source for one in cross_rank for source in region.sources(one)]
-    return Hoist(
-        steps=tuple(_step(region, root) for root in _roots_above(region, [*ends, *side_gathers, *sources])),
-        operand=region.twin(ends[0]),
-        scale=region.twin(ends[1]) if len(ends) > 1 else None,
-        inside=region.context.sorted(region.home),
-        cross_rank=tuple(
-            CrossRankReduction(_step(region, one), tuple(equal), one in needed) for one, equal in cross_rank.items()
-        ),
-        copies=copies,
-        side_gathers=tuple(
-            SideGather(one, region.twin(one), region.roots[one].outer, region.roots[one].block) for one in side_gathers
-        ),
-        passenger=passenger,
-        kept=kept,
-        overlapped_by=_matmuls_between(region, lead.matmul.node, kept),
-    )
-
-
-def _needed(region: ShardRegion, ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """Those reductions over all ranks' rows, each the first of its value, that `ends` are computed from."""
-    above = reachable(ends, where=lambda node: node in region.home or node in region.known)
-    return {region.known[node] for node in above if node in region.known} & region.cross_rank.keys()
-
-
-def _passenger(region: ShardRegion, side_gathers: Sequence[fx.Node], data: GatherPlacement) -> fx.Node | None:
-    """The first of small roots that has one fp32 number for each row of the data, in the rows' order; its twin."""
-    for root in side_gathers if data.axis == "rows" else ():
-        value, found = tensor_of(root), region.roots[root]
-        in_order = same(found.outer, data.outer) and same(found.block, data.inner)
-        if in_order and value is not None and value.dtype == torch.float32:
-            return found.twin
-    return None
-
-
-def _step(region: ShardRegion, root: fx.Node) -> Step:
-    parts = tuple((operand, _part(region, operand)) for operand in region.sources(root))
-    assert compat.is_op(root.target)
-    step = Step(root, root.target, tuple(root.args), dict(root.kwargs), parts)
-    return replace(step, filled=tuple(_filled(region, step)))
-
-
-def _filled(region: ShardRegion, step: Step) -> Iterator[tuple[fx.Node, int]]:
-    """The other operands with a value for each row, the same for all, and the dimension of the rows in them."""
-    for operand in step.others:
-        own, shape = region.members[step.parts[0][0]], region.context.sizes.of(value_of(operand))
-        dim = own.dim - len(region.view(step.parts[0][0]).dims) + len(shape)
-        if dim >= 0 and not same(shape[dim], 1):
-            yield operand, dim
-
-
-def _part(region: ShardRegion, node: fx.Node) -> Part:
-    place, shape = region.members[node], list(region.context.sizes.of(value_of(node)))
-    shape[place.dim] = place.outer * place.inner
-    return Part(region.twin(node), place.part, tuple(shape))
-
-
-def _side_gathers(region: ShardRegion, used: Users) -> list[fx.Node]:
-    """The small roots to gather on their own: those used elsewhere, unless a gather that stays serves them in time."""
-    order, small = region.context.order, {node for node in used if _is_small(region, region.home[node])}
-    limit = min((order[users[0]] for node, users in used.items() if node not in small), default=len(order))
-    found: list[fx.Node] = []
-    for node, users in used.items():
-        root = region.home[node]
-        if node in small and order[users[0]] < limit and root not in _served(region, found):
-            found.append(root)
-    return found
-
-
-def _served(region: ShardRegion, side_gathers: Sequence[fx.Node], held: Container[fx.Node] = ()) -> set[fx.Node]:
-    """The roots that are gathered on their own or copied, and those computed from such and what is `held` alone."""
-    served = set(side_gathers)
-    for root in region.roots:  # in graph order
-        sources = region.sources(root)
-        if sources and all(source in held or region.home[source] in served for source in sources):
-            served.add(root)
-    return served
-
-
-def _is_small(region: ShardRegion, root: fx.Node) -> bool:
+def is_small(region: ShardRegion, root: fx.Node) -> bool:
     """True for one number, and for a row-major tensor of far fewer bytes than the gathered one."""
     value, whole = value_of(root), value_of(region.gather.node)
     sizes = region.context.sizes
@@ -700,11 +426,3 @@ def _is_small(region: ShardRegion, root: fx.Node) -> bool:
     times = quotient(product(sizes.of(whole)), count)
     small = isinstance(times, int) and times * whole.dtype.itemsize >= _SMALL * value.dtype.itemsize
     return (small or same(count, 1)) and compat.is_contiguous(value)
-
-
-def _matmuls_between(region: ShardRegion, first: fx.Node, kept: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """The matmuls after `first` that run before the first user of the kept gather."""
-    if not kept:
-        return ()
-    order = region.context.order
-    return tuple(node for node in region.context.nodes[order[first] + 1 : order[kept[0]]] if is_matmul(node))

@@ -27,8 +27,9 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
-from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, steps_of, tensor_of, traits_of, value_of
-from asynctp_passes.ir.read import WAIT
+from asynctp_passes.ir.collectives import WAIT
+from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.traversal import steps_of
 from asynctp_passes.matching.chains import Bucket, Decision, fused_chains
 from asynctp_passes.matching.collapsed import collapsed
 from asynctp_passes.matching.near_miss import transparent

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.calls import Matmul
+from asynctp_passes.ir.matmuls import read_matmul, read_term
 from asynctp_passes.ir.nodes import tensor_of
-from asynctp_passes.ir.read import read_matmul, read_term
 from asynctp_passes.matching.chains import Chain, GatherChain, Hoist
 from asynctp_passes.reasons import Refusal
 

@@ -10,8 +10,9 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import has_side_effect, mutates, op_name, phase_of, reachable, segments, tangents_of
-from asynctp_passes.ir.read import read_collectives, read_sizes
+from asynctp_passes.ir.collectives import read_collectives, read_sizes
+from asynctp_passes.ir.nodes import has_side_effect, mutates, op_name
+from asynctp_passes.ir.traversal import phase_of, reachable, segments, tangents_of
 from asynctp_passes.matching.chains import Candidate, Decision
 from asynctp_passes.matching.find import find
 from asynctp_passes.planning.deviations import Words

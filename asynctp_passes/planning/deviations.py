@@ -10,7 +10,7 @@
     keep      gather 0 is kept, so that it may be pulled to its place: where it goes by asynctp's own transport
 
 All other rewrites leave what a rank sends as it is, whatever the other ranks do. These do not, so that all ranks of a
-group have to do them, or none (`agree`). A text names collectives by their place among those of their group. It has
+group have to do them, or none (`agreement`). A text names collectives by their place among those of their group. It has
 all that decides the values: operations, constants, dtypes, and the sizes along which something is rearranged or
 reduced. It has no names and no other sizes, since one rank may compile for static sizes and another for dynamic ones.
 """
@@ -19,43 +19,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import arguments, filling_of, tensor_of, traits_of, value_of
-from asynctp_passes.ir.read import called_name, sent_kind
+from asynctp_passes.ir.collectives import sent_kind
+from asynctp_passes.ir.nodes import arguments, called_name, filling_of, tensor_of, traits_of, value_of
 from asynctp_passes.ir.sizes import Size, same
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
 from asynctp_passes.matching.chains import Bucket, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step
 from asynctp_passes.matching.near_miss import reduces
 
-__all__ = ["LOCAL", "Ballot", "Words", "communicated"]
+__all__ = ["LOCAL", "Words", "communicated"]
 
 LOCAL = "?"
 """A text with this in it has a size that only this rank knows, and is comparable to no other rank's."""
 
 _LONGEST = 240
-
-
-@dataclass(frozen=True)
-class Ballot:
-    """The deviations of a graph that all ranks of a group do, or none: their vote is on these.
-
-    Attributes:
-        group: Name of the process group.
-        key: Hash of what it communicates in the graph.
-        deviations: Texts of `Words`, as `"sum: all_reduce(sum) in place of
-            1 * 0 + 1 * 1"`: numbers are places among the group's collectives.
-        joint: It is of the graph of a forward and its backward, before it was divided.
-    """
-
-    group: str
-    key: str
-    deviations: tuple[str, ...] = ()
-    joint: bool = False
 
 
 def communicated(collectives: Iterable[Collective], phase: str) -> dict[str, str]:

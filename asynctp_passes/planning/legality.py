@@ -12,8 +12,10 @@ from torch import fx
 from asynctp_passes import compat, ops, reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions
-from asynctp_passes.ir.nodes import Sizes, describe, express, mutates, tensor_of, value_of
-from asynctp_passes.ir.read import are_one, identical, is_matmul, scales_mismatch
+from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.nodes import describe, mutates, tensor_of, value_of
+from asynctp_passes.ir.scales import scales_mismatch
+from asynctp_passes.ir.sizes import Sizes, are_one, express, identical
 from asynctp_passes.matching.chains import Candidate, GatherChain
 from asynctp_passes.planning.cost_model import bytes_of, cost_of, hoist_pays
 from asynctp_passes.planning.deviations import Words

@@ -15,7 +15,8 @@ import math
 import torch
 from torch import fx
 
-from asynctp_passes.ir.nodes import is_pointwise, reachable, tensor_of
+from asynctp_passes.ir.nodes import is_pointwise, tensor_of
+from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view
 
 __all__ = ["LEAST_ELEMENTS", "LEAST_SPREAD", "scales_to_store"]

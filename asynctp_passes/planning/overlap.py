@@ -25,9 +25,10 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
-from asynctp_passes.ir.nodes import live, segments
+from asynctp_passes.ir.collectives import is_only_awaited
+from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.order import communications
-from asynctp_passes.ir.read import is_matmul, is_only_awaited
+from asynctp_passes.ir.traversal import live, segments
 from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.planning import cost_model
 from asynctp_passes.reasons import Reason, Refusal

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Set
 
 from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import phase_of, segments
-from asynctp_passes.ir.read import read_collectives, read_sizes
+from asynctp_passes.ir.collectives import read_collectives, read_sizes
+from asynctp_passes.ir.records import Ballot
+from asynctp_passes.ir.traversal import phase_of, segments
 from asynctp_passes.matching.chains import Bucket, Candidate, Chain, Decision, GatherChain, fused_chains
 from asynctp_passes.planning.bucketing import find_buckets
 from asynctp_passes.planning.decide import decide_graph
-from asynctp_passes.planning.deviations import Ballot, Words, communicated
+from asynctp_passes.planning.deviations import Words, communicated
 from asynctp_passes.planning.legality import (
     Context,
     Verdict,
@@ -29,7 +30,7 @@ from asynctp_passes.planning.overlap import plan_overlap
 from asynctp_passes.planning.rematerialize import REMATERIALIZED
 from asynctp_passes.reasons import RESULT_DROPPED, Outcome, Refusal
 
-__all__ = ["Plan", "ballots_of", "outcome_of", "planned", "unfused", "untouched"]
+__all__ = ["Plan", "ballots_of", "outcome_of", "planned", "unfused", "untouched", "without_refused"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,29 +156,54 @@ def outcome_of(decision: Decision) -> Outcome:
 
 
 def planned(
-    graph: fx.Graph, config: Config, verdict: Verdict | None = None, follow: Callable[[Plan], Plan] | None = None
+    graph: fx.Graph, config: Config, agreed: Set[tuple[str, str]] = frozenset(), verdict: Verdict | None = None
 ) -> Plan:
     """Plan a graph.
 
     Args:
         graph: The graph.
         config: The configuration.
+        agreed: The deviations, by group and text, on which all ranks have agreed in earlier graphs.
         verdict: What the ranks said to deviations; None before they were asked, when all are planned.
-        follow: Adds what all ranks have agreed on in earlier graphs.
     """
     found, context = decide_graph(graph, config, verdict)
     decisions = plan_overlap(graph, found)
     buckets = find_buckets(decisions, context)
     told = ((bucket, context.words.of_bucket(bucket)) for bucket in buckets)
     alike = [bucket for bucket, text in told if context.refused(bucket.collective.group_key, text) is None]
-    plan = Plan(decisions, context, alike)
-    if follow is not None:
-        plan = follow(plan)
+    plan = _following(Plan(decisions, context, alike), agreed)
     shown = [
         before if after.overlaps_with and after.candidate.collective.group_key in plan.plain else after
         for before, after in zip(found, decisions, strict=True)
     ]  # what runs beside products goes by asynctp's transport
     return dataclasses.replace(plan, decisions=shown)
+
+
+def without_refused(plan: Plan, verdict: Verdict, agreed: Set[tuple[str, str]] = frozenset()) -> Plan:
+    """The plan without the deviations that a rank does not do; the same plan where all ranks do all of them.
+
+    Args:
+        plan: The plan that the ranks were asked about.
+        verdict: What they said.
+        agreed: As for `planned`.
+    """
+    accepted = {at for at, reason in verdict.items() if reason is None}
+    if len(accepted) == len(verdict):
+        return plan
+    return planned(plan.context.graph, plan.context.config, agreed | accepted, verdict)
+
+
+def _following(plan: Plan, agreed: Set[tuple[str, str]]) -> Plan:
+    """The plan that does what all ranks have agreed on before, and this one need not: peers may still run that graph.
+
+    Gathers are kept, and the collectives of groups without a fused chain stay torch's.
+    """
+    words, fused = plan.context.words, {chain.collective.group_key for chain in plan.chains}
+    plain = frozenset(group for group in plan.movable - plan.plain - fused if (group, words.of_plain()) in agreed)
+    plan = dataclasses.replace(plan, followed_plain=plain)
+    own = [chain.collective for chain in plan.fused_gathers if chain.returned is None and on_wire(chain.collective)]
+    kept = frozenset(one.node for one in own if (one.group_key, words.of_kept(one)) in agreed)
+    return dataclasses.replace(plan, followed=kept)
 
 
 def ballots_of(plan: Plan) -> list[Ballot]:

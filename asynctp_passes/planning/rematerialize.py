@@ -1,4 +1,4 @@
-"""Gather again in the backward what the forward need not keep for it. Pure: `pipeline` sets the tags.
+"""Gather again in the backward what the forward need not keep for it. Pure: `joint_pass` sets the tags.
 
     forward    shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ product
     backward   shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ weight's gradient     instead of keeping what was gathered
@@ -25,8 +25,9 @@ from torch import fx
 
 from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
-from asynctp_passes.ir.nodes import mutates, reachable, tangents_of
-from asynctp_passes.ir.read import is_matmul
+from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.nodes import mutates
+from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.matching.near_miss import reduces, transparent

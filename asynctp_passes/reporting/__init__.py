@@ -1,4 +1,4 @@
-"""Say what was done, and what was not: reports, pages, errors, and the vote of the ranks.
+"""Say what was done, and what was not: reports, pages and errors.
 
-It edits nothing.
+It edits nothing, decides nothing, and asks no other rank.
 """

@@ -16,7 +16,7 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.config import Config
-from asynctp_passes.ir.crossings import Crossing
+from asynctp_passes.ir.records import Crossing
 from asynctp_passes.reasons import MATMUL_IN_ANOTHER_GRAPH, Refusal
 from asynctp_passes.reporting.report import Remark, Report
 

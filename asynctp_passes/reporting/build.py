@@ -13,12 +13,14 @@ from torch import fx
 from asynctp_passes import compat, ops
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.crossings import crossings_of
-from asynctp_passes.ir.nodes import describe, module_of, phase_of, plain, source_of, value_of
-from asynctp_passes.ir.read import called_name, is_matmul, read_collectives
+from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.nodes import called_name, describe, module_of, plain, source_of, value_of
+from asynctp_passes.ir.records import Ballot
+from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
 from asynctp_passes.planning import cost_model
-from asynctp_passes.planning.deviations import Ballot
 from asynctp_passes.planning.legality import is_named_for_data
 from asynctp_passes.planning.plan import Plan, ballots_of, outcome_of, untouched
 from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED
@@ -26,7 +28,7 @@ from asynctp_passes.reasons import NO_MATMUL, OUTSIDE_GRAPH, Outcome
 from asynctp_passes.reporting import internal, torch_notes
 from asynctp_passes.reporting.report import Bucketed, Remark, Report
 
-__all__ = ["report_of", "report_of_failure", "with_call"]
+__all__ = ["report_of", "report_of_failure", "with_calls"]
 
 _LIKE_WEIGHTS = (
     "it looks like a weight's gradient, as FSDP reduces them, and is taken for tensor parallelism, since its group "
@@ -40,7 +42,8 @@ _UNSHARDED = (
 )
 
 
-def report_of(graph: fx.Graph, plan: Plan, config: Config, left_out: Mapping[tuple[str, str], str]) -> Report:
+def report_of(graph: fx.Graph, plan: Plan, config: Config, votes: Mapping[tuple[str, str], str | None]) -> Report:
+    """The report of a plan that has not been done yet, with notes of the deviations that `votes` refuse."""
     buckets, phase = tuple(_bucketed(bucket) for bucket in plan.buckets), phase_of(graph)
     remarks = tuple(
         _remark(one, phase, plan.outcome(one), one.candidate.collective.node in plan.accelerated)
@@ -48,7 +51,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, left_out: Mapping[tup
     )
     agreed = _agreed_before(plan.decisions) if phase == "backward" else []
     why = "since ranks differ" if config.deviate else "as the options ask"
-    ranks_differ = [f"not done, {why}: {reason}" for reason in left_out.values()]
+    ranks_differ = [f"not done, {why}: {reason}" for reason in votes.values() if reason is not None]
     return Report(
         graph=compat.compile_name(),
         phase=phase,
@@ -243,7 +246,13 @@ def _amount(whole: fx.Node, ranks: int) -> str:
     return describe(whole) + ("" if count is None else f" ({count} bytes)")
 
 
-def with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:
+def with_calls(report: Report, calls: Mapping[str, Mapping[str, Any]]) -> Report:
+    """The report with what the fused ops are called with, by the name of the collective that each replaced."""
+    remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
+    return dataclasses.replace(report, remarks=remarks)
+
+
+def _with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:
     """The remark with what the fused op is called with, and what that makes it run here."""
     told = plain(call)
     if not told:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 import platform
 import threading
@@ -21,10 +22,9 @@ from asynctp_passes import compat
 from asynctp_passes.config import ConfigError
 from asynctp_passes.ir.registry import RegistryError
 from asynctp_passes.reasons import INTERNAL_ERROR
-from asynctp_passes.reporting.agree import sources_digest
 from asynctp_passes.reporting.errors import AsyncTPError
 
-__all__ = ["FORESEEN", "contained", "summary_of", "tell", "versions"]
+__all__ = ["FORESEEN", "contained", "sources_digest", "summary_of", "tell", "versions"]
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,17 @@ def versions() -> str:
     found = {"asynctp": f"{_version('asynctp-passes')} (sources {sources_digest()})", "torch": str(torch.__version__)}
     found |= {"triton": _version("triton"), "python": platform.python_version(), "on": platform.platform()}
     return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+@functools.cache
+def sources_digest() -> str:
+    """A hash of this package's sources and of the kernels', which decide what code a graph becomes."""
+    digest = hashlib.sha256()
+    beside = _OWN.parent
+    folders = [_OWN, beside / "kernels" / "asynctp_kernels", beside / "asynctp_kernels"]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _version(distribution: str) -> str:

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asynctp_passes.ir.crossings import Crossing
-from asynctp_passes.planning.deviations import Ballot
+from asynctp_passes.ir.records import Ballot, Crossing
 from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting.typed_json import read
 

@@ -18,8 +18,9 @@ from itertools import pairwise
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.ir.nodes import is_known_collective, is_random, mutates, reachable, steps_of, written_by
+from asynctp_passes.ir.nodes import is_known_collective, is_random, mutates, written_by
 from asynctp_passes.ir.order import communications
+from asynctp_passes.ir.traversal import reachable, steps_of
 from asynctp_passes.layout.propagation import shares_memory
 
 __all__ = ["CannotSort", "is_sorted", "sort"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import io
 import itertools
@@ -26,12 +27,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from asynctp_passes.config import Config, ConfigError, can_be_written
+from asynctp_passes.config import Config, ConfigError, can_be_written, required
 from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
 from asynctp_passes.reporting import files
-from asynctp_passes.reporting.picture import waive
 from asynctp_passes.reporting.report import Remark, Report
-from asynctp_passes.tools import profile, reason_programs
+from asynctp_passes.tools import profile
 
 __all__ = ["main"]
 
@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    waive()
+    if required():
+        importlib.import_module("asynctp_passes.reporting.picture").waive()
     options = _parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names from files may be no text that can be encoded
@@ -596,6 +597,8 @@ def _summaries(trace: profile.Trace, options: argparse.Namespace) -> list[profil
 
 
 def _reasons(options: argparse.Namespace) -> int:
+    if options.code is not None or options.markdown:
+        from asynctp_passes.tools import reason_programs  # imports torch: slow
     if options.markdown:
         print(catalogue_markdown(reason_programs.INTRODUCTION, reason_programs.markdown()), end="")
         return 0

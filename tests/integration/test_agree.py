@@ -25,9 +25,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
 from asynctp_passes import Config, DisagreementError, Report, compat, run
+from asynctp_passes.agreement import ledgers, polls
+from asynctp_passes.agreement.ledgers import Ledger
+from asynctp_passes.agreement.polls import Poll
+from asynctp_passes.agreement.vote import vote
+from asynctp_passes.agreement.waits import WARN_S
 from asynctp_passes.config import ConfigError, agree_seconds
-from asynctp_passes.planning.deviations import Ballot
-from asynctp_passes.reporting import agree
+from asynctp_passes.ir.records import Ballot
+from asynctp_passes.planning.deviations import LOCAL
 
 QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -104,11 +109,11 @@ def heard() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("asynctp_passes.reporting.agree").addHandler(handler)
+    logging.getLogger("asynctp_passes.agreement").addHandler(handler)
     try:
         yield said
     finally:
-        logging.getLogger("asynctp_passes.reporting.agree").removeHandler(handler)
+        logging.getLogger("asynctp_passes.agreement").removeHandler(handler)
 
 
 def case_same(rank: int) -> list[Attempt]:
@@ -144,7 +149,7 @@ def case_other_options(rank: int) -> list[Attempt]:
 def named(name: str, **facts: Any) -> Any:
     """A graph is of this function, as Dynamo would have it."""
     function = compat.CompiledFunction(f"model.py:{name}:1", **facts)
-    return mock.patch.object(agree.compat, "compiled_function", return_value=function)
+    return mock.patch.object(compat, "compiled_function", return_value=function)
 
 
 def case_again_on_one_rank(rank: int) -> list[Attempt]:
@@ -387,9 +392,9 @@ def cached(rank: int, world_size: int, folder: str) -> list[tuple[bool, bool, in
         place = f"{folder}/{rank}{looks}"
         with (
             mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=place, ASYNCTP_AGREE_S=PATIENT_S),
-            mock.patch.object(agree, "_ledgers", type(agree._ledgers)()),
+            mock.patch.object(ledgers, "_ledgers", type(ledgers._ledgers)()),
             mock.patch.object(
-                agree, "_key", lambda ledger, ballot, again=again: f"{again}/{ballot.joint}/{ballot.key}"
+                Ledger, "key_of", lambda ledger, ballot, again=again: f"{again}/{ballot.joint}/{ballot.key}"
             ),
             torch.no_grad(),
         ):
@@ -438,7 +443,7 @@ def test_groups_that_only_pretend_are_not_asked(store: type) -> None:
     with imagined_ranks(2, store()):
         done = attempt(quantized(world_name()))
     assert done.deviations
-    assert done.seconds < agree.WARN_S
+    assert done.seconds < WARN_S
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf", ""])
@@ -467,10 +472,10 @@ def test_a_long_way_is_told_by_a_hash() -> None:
 # --- the function that is compiled ---
 def test_wrappers_of_dynamo_have_the_name_of_the_function_in_them() -> None:
     """Dynamo compiles partials and functions under `no_grad` in one function of its own."""
-    found: list[agree.compat.CompiledFunction | None] = []
+    found: list[compat.CompiledFunction | None] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        found.append(agree.compat.compiled_function())
+        found.append(compat.compiled_function())
         return graph.forward
 
     def scaled(x: torch.Tensor, factor: int) -> torch.Tensor:
@@ -490,38 +495,38 @@ def test_a_large_group_is_asked_by_counts() -> None:
     for world in (2, 1000):
         store = mock.Mock()
         store.check.return_value, store.add.return_value = False, 1
-        ledger = agree._Ledger(store, 0, tuple(range(world)), "1")
-        assert agree._Poll(ledger, "g", "k", "f", 1, "text | versions").outcome() is None
+        ledger = Ledger(store, 0, tuple(range(world)), "1")
+        assert Poll(ledger, "g", "k", "f", 1, "text | versions").outcome() is None
         calls.append(len(store.method_calls))
     assert calls[0] == calls[1]
 
 
 def test_a_size_that_only_one_rank_knows_is_not_put_to_the_vote() -> None:
-    ledger = agree._Ledger(dist.HashStore(), 0, (0, 1), "1")
-    poll = agree._Poll(ledger, "g", "k", "f", 1, f"hoist: [{agree.LOCAL}] | versions")
-    agree._post(poll)
+    ledger = Ledger(dist.HashStore(), 0, (0, 1), "1")
+    poll = Poll(ledger, "g", "k", "f", 1, f"hoist: [{LOCAL}] | versions")
+    poll.post()
     assert not ledger.store.check([f"{poll.place}/in/1/0"])
-    assert "only this rank" in str(agree._outcomes([poll], time.monotonic())["g", f"hoist: [{agree.LOCAL}]"])
+    assert "only this rank" in str(polls.outcomes([poll], time.monotonic())["g", f"hoist: [{LOCAL}]"])
 
 
 def test_a_store_that_fails_refuses_everything() -> None:
     store = mock.Mock()
     store.set.side_effect = RuntimeError("connection closed")
-    ledger = agree._Ledger(store, 0, (0, 1), "1")
-    with mock.patch.object(agree, "_ledger", return_value=ledger):
-        votes = agree.vote([Ballot("g", "k", ("sum: x",))], Config(**QUIET))
+    ledger = Ledger(store, 0, (0, 1), "1")
+    with mock.patch.object(ledgers, "of_group", return_value=ledger):
+        votes = vote([Ballot("g", "k", ("sum: x",))], Config(**QUIET))
     assert "connection closed" in str(votes["g", "sum: x"])
 
 
 def test_a_rank_that_may_go_on_without_its_graph_refuses_everything() -> None:
     """Its compile may fail after the vote, and what it then runs eagerly would meet what others have agreed on."""
     store, ballot = dist.HashStore(), Ballot("g", "k", ("sum: x",))
-    ledger = agree._Ledger(store, 0, (0, 1), "1")
+    ledger = Ledger(store, 0, (0, 1), "1")
     with (
-        mock.patch.object(agree, "_ledger", return_value=ledger),
+        mock.patch.object(ledgers, "of_group", return_value=ledger),
         mock.patch.object(torch._dynamo.config, "suppress_errors", True),
     ):
-        votes = agree.vote([ballot], Config(**QUIET))
+        votes = vote([ballot], Config(**QUIET))
     assert "suppress_errors" in str(votes["g", "sum: x"])
     assert not ledger.posted
 
@@ -530,12 +535,12 @@ def test_a_store_that_fails_takes_back_no_vote() -> None:
     """Others may have counted it, and then send something else than this rank."""
     store, ballot = mock.Mock(wraps=dist.HashStore()), Ballot("g", "k", ("sum: x",))
     store.check.side_effect = RuntimeError("connection closed")
-    ledger = agree._Ledger(store, 0, (0, 1), "1")
+    ledger = Ledger(store, 0, (0, 1), "1")
     with (
-        mock.patch.object(agree, "_ledger", return_value=ledger),
+        mock.patch.object(ledgers, "of_group", return_value=ledger),
         pytest.raises(DisagreementError, match=r"connection closed.*Other ranks may count on this one to sum: x"),
     ):
-        agree.vote([ballot], Config(**QUIET))
+        vote([ballot], Config(**QUIET))
 
 
 # --- two ranks in one process: what each posts, the other reads -------------------------------------------------------
@@ -551,16 +556,16 @@ class Two:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ASYNCTP_AGREE_S", "0.5")
         store = dist.HashStore()
-        self.ledgers = [agree._Ledger(store, rank, (0, 1), "1") for rank in (0, 1)]
+        self.ledgers = [Ledger(store, rank, (0, 1), "1") for rank in (0, 1)]
 
     def vote(self, rank: int, name: str, *ballots: Ballot, **facts: Any) -> dict[tuple[str, str], str | None]:
-        with mock.patch.object(agree, "_ledger", return_value=self.ledgers[rank]), named(name, **facts):
-            return agree.vote(ballots, Config(**QUIET))
+        with mock.patch.object(ledgers, "of_group", return_value=self.ledgers[rank]), named(name, **facts):
+            return vote(ballots, Config(**QUIET))
 
     def post(self, rank: int, name: str, *ballots: Ballot, **facts: Any) -> None:
         """Post without waiting, as a rank that votes at the same time."""
-        with mock.patch.object(agree, "_ledger", return_value=self.ledgers[rank]), named(name, **facts):
-            agree._posted(ballots, Config(**QUIET))
+        with mock.patch.object(ledgers, "of_group", return_value=self.ledgers[rank]), named(name, **facts):
+            polls.post(ballots, Config(**QUIET))
 
     def both_do(self, name: str) -> None:
         """Both ranks compile the function with the deviation."""
@@ -568,7 +573,7 @@ class Two:
         assert self.vote(0, name, WITH) == {("g", SUM): None}
         ledger, (_, number) = self.ledgers[1], self.ledgers[1].last["asynctp/1/graph/fk"]
         assert number == 0
-        text = agree._with_provenance(SUM, Config(**QUIET))
+        text = polls.with_provenance(SUM, Config(**QUIET))
         ledger.done["graph/f", f"model.py:{name}:1"] = {("asynctp/1/graph/fk", text): True}
         ledger.sets["asynctp/1/graph/fk"] = {frozenset([text])}
 
@@ -621,7 +626,7 @@ def test_recompiles_of_one_rank_shift_nothing(two: Two) -> None:
     two.ledgers[1].lacked.clear()
     two.post(1, "one", WITHOUT)
     key = next(key for key in two.ledgers[1].last)
-    poll = agree._Poll(two.ledgers[1], "g", key, "model.py:one:1", 0, agree._with_provenance(SUM, Config(**QUIET)))
+    poll = Poll(two.ledgers[1], "g", key, "model.py:one:1", 0, polls.with_provenance(SUM, Config(**QUIET)))
     poll.say_lacked()
     assert two.vote(0, "one", WITHOUT) == {}
 
@@ -631,8 +636,8 @@ def test_a_graph_that_one_rank_compiled_alone_has_no_number(two: Two) -> None:
     two.both_do("one")
     assert two.vote(1, "one", WITH) == {("g", SUM): None}
     two.post(0, "one", WITH)
-    text = agree._with_provenance(SUM, Config(**QUIET))
-    assert agree._Poll(two.ledgers[0], "g", "asynctp/1/graph/fk", "model.py:one:1", 1, text).missing() == [1]
+    text = polls.with_provenance(SUM, Config(**QUIET))
+    assert Poll(two.ledgers[0], "g", "asynctp/1/graph/fk", "model.py:one:1", 1, text).missing() == [1]
     two.post(1, "one", WITH)
     assert two.ledgers[1].others_came("asynctp/1/graph/fk")
 
@@ -651,7 +656,7 @@ def test_a_refused_graph_from_a_cache_is_counted_once(two: Two) -> None:
 
 def test_a_rank_that_was_late_is_waited_for_where_it_could_not_obey(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its silence would not refuse what all agreed on in another function."""
-    monkeypatch.setattr(agree, "LATE_S", 0.0)
+    monkeypatch.setattr(polls, "LATE_S", 0.0)
     two.both_do("one")
     two.ledgers[0].late.add(1)
     start = time.monotonic()
@@ -686,9 +691,9 @@ def test_ranks_that_depart_together_do_without_it(two: Two, ballot: Ballot, monk
     two.both_do("one")
     monkeypatch.setenv("ASYNCTP_AGREE_S", PATIENT_S)
     asked = [dataclasses.replace(ballot, group="rank 0"), dataclasses.replace(WITH, group="rank 1")]
-    ledgers = dict(zip(("rank 0", "rank 1"), two.ledgers, strict=True))
-    with mock.patch.object(agree, "_ledger", ledgers.get), named("one"), futures.ThreadPoolExecutor() as pool:
-        without, done = pool.map(lambda one: agree.vote([one], Config(**QUIET)), asked, timeout=60)
+    known = dict(zip(("rank 0", "rank 1"), two.ledgers, strict=True))
+    with mock.patch.object(ledgers, "of_group", known.get), named("one"), futures.ThreadPoolExecutor() as pool:
+        without, done = pool.map(lambda one: vote([one], Config(**QUIET)), asked, timeout=60)
     assert without == {}
     assert "anew without it" in str(done["rank 1", SUM])
 
@@ -704,18 +709,18 @@ def test_a_peer_with_other_graphs_of_a_function_is_not_waited_for(two: Two, monk
 def test_the_group_with_the_least_patience_ends_a_wait(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer may wait for this rank in a collective of it."""
     monkeypatch.setenv("ASYNCTP_AGREE_S", PATIENT_S)
-    monkeypatch.setattr(agree.compat, "group_timeout_s", lambda group: 2.0 if group == "short" else 1e9)
-    short = agree._Ledger(dist.HashStore(), 0, (0, 1), "1", "short")
-    ledgers = {"g": two.ledgers[0], "short": short}
+    monkeypatch.setattr(compat, "group_timeout_s", lambda group: 2.0 if group == "short" else 1e9)
+    short = Ledger(dist.HashStore(), 0, (0, 1), "1", "short")
+    known = {"g": two.ledgers[0], "short": short}
     start = time.monotonic()
-    with mock.patch.object(agree, "_ledger", ledgers.get), named("one"):
-        votes = agree.vote([Ballot("short", "fs"), WITH], Config(**QUIET))
+    with mock.patch.object(ledgers, "of_group", known.get), named("one"):
+        votes = vote([Ballot("short", "fs"), WITH], Config(**QUIET))
     assert votes["g", SUM] is not None
     assert time.monotonic() - start < 10
 
 
 def test_without_deviations_nobody_is_asked(two: Two) -> None:
-    with mock.patch.object(agree, "_ledger", return_value=two.ledgers[0]), named("one"):
-        votes = agree.vote([WITH], Config(**QUIET, deviate=False))
+    with mock.patch.object(ledgers, "of_group", return_value=two.ledgers[0]), named("one"):
+        votes = vote([WITH], Config(**QUIET, deviate=False))
     assert votes == {("g", SUM): "Config(deviate=False)"}
     assert not two.ledgers[0].posted

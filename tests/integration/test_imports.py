@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from asynctp_passes import Report
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -44,6 +46,52 @@ assert {"AsyncTPPass", "RematerializePass", "backend", "reports", "run"} <= {*di
 assert asynctp_passes.AsyncTPPass is asynctp_passes.backend.AsyncTPPass
 assert all(name in sys.modules for name in heavy[:2])
 assert not hasattr(asynctp_passes, "nothing_of_this_name")
+"""
+    run_program(program)
+
+
+def test_the_command_line_needs_no_torch_to_speak_of_reasons_and_reports(tmp_path: Path) -> None:
+    """They answer at once: torch alone takes longer than all that they do."""
+    reports = tmp_path / "reports.jsonl"
+    reports.write_text(Report(graph="graph 0", phase="forward", remarks=()).to_json() + "\n")
+    program = f"""
+import contextlib, io, sys
+
+sys.modules["torch"] = None  # its import fails
+import asynctp_passes
+from asynctp_passes.tools.cli import main
+
+for arguments, said in (
+    (["--help"], "usage: asynctp"),
+    (["--version"], "asynctp-passes"),
+    (["reasons"], "ATP105 COMPUTED_BETWEEN"),
+    (["report", {str(reports)!r}], "graph 0"),
+):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main(arguments)
+    assert said in out.getvalue(), (arguments, out.getvalue())
+"""
+    run_program(program)
+
+
+def test_ops_are_there_in_a_program_that_has_imported_torch() -> None:
+    """It may load an exported program, which calls them by name and asks for nothing else of the package."""
+    run_program("import torch, asynctp_passes; torch.ops.asynctp.all_gather_matmul")
+    run_program("import asynctp_passes, torch; asynctp_passes.ops; torch.ops.asynctp.all_gather_matmul")
+    run_program("import torch; assert callable(__import__('asynctp_passes').__dict__['run'])")  # as vLLM looks it up
+
+
+def test_the_public_names_are_there() -> None:
+    """Each by an attribute and by an import, and each is what it is at home."""
+    program = """
+import asynctp_passes
+import asynctp_passes.reference as by_import
+from asynctp_passes import *
+
+assert by_import is asynctp_passes.reference is asynctp_passes.ops.reference is reference
+assert run is asynctp_passes.pipeline.run
+assert all(getattr(asynctp_passes, name) is globals()[name] for name in asynctp_passes.__all__)
 """
     run_program(program)
 

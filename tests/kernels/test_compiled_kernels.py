@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from profiles import thorough
 
 pytest.importorskip("triton")
 
@@ -160,13 +161,12 @@ SCATTERS = BOTH | {
 }
 
 
-#: those that differ in more than one way from each other; the thorough profile compiles all
-FEW_GATHERS = {"plain", "narrow", "bias", "fp8", "fp8-precise", "rows-bias", "outer", "3", "4-bias", "rows-travel",
-               "rows-travel-4-bias", "fp8-to-fp32"}  # fmt: skip
-FEW_SCATTERS = {"plain", "narrow", "bias", "fp8", "fp8-precise", "rows-bias", "outer", "4", "fp8-4", "rows-2",
-                "fp8-2-precise-to-fp32", "rows-4-precise", "rows-4-outer", "multiplied", "multiplied-bias",
-                "multiplied-converted", "multiplied-rows-2", "converted", "converted-bias-fp16", "converted-precise",
-                "converted-sum-to-fp32"}  # fmt: skip
+#: each property of a variant in at least one of them; the thorough profile compiles all
+FEW_GATHERS = {"plain", "fp8-precise", "rows-bias", "outer", "4-bias", "rows-travel"}
+FEW_PUSHED = {"plain", "fp8-precise", "rows-travel-4-bias"}
+FEW_KEPT = {"outer", "rows-travel-4-bias"}
+FEW_SCATTERS = {"plain", "fp8-precise", "rows-bias", "outer", "fp8-4", "fp8-2-precise-to-fp32", "multiplied-converted",
+                "converted-bias-fp16", "converted-sum-to-fp32"}  # fmt: skip
 
 
 def names(variants: Iterable[str], few: set[str]) -> list[Any]:
@@ -240,7 +240,8 @@ def test_gather_gemm(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "narrow", "fp8-precise", "outer", "4-bias", "rows-travel", "rows-travel-4-bias"]
+    "name",
+    names(["plain", "narrow", "fp8-precise", "outer", "4-bias", "rows-travel", "rows-travel-4-bias"], FEW_PUSHED),
 )
 def test_gather_gemm_of_what_is_pushed(name: str, tmp_path: Path) -> None:
     variant = GATHERS[name]
@@ -253,7 +254,9 @@ def test_gather_gemm_of_what_is_pushed(name: str, tmp_path: Path) -> None:
     assert leaves_room(gemm.launch), "for what is in flight"
 
 
-@pytest.mark.parametrize("name", ["plain", "narrow", "fp8-precise", "outer", "bias", "rows-travel-4-bias"])
+@pytest.mark.parametrize(
+    "name", names(["plain", "narrow", "fp8-precise", "outer", "bias", "rows-travel-4-bias"], FEW_KEPT)
+)
 def test_gather_gemm_of_what_is_pushed_and_kept(name: str, tmp_path: Path) -> None:
     """The words have another reader, too: the GEMM leaves them. What keeps runs beside it."""
     variant = GATHERS[name]
@@ -282,8 +285,9 @@ def check_gather_gemm(gemm: Compiled, variant: Variant, clears: bool = True) -> 
     assert len(gemm.ptx.find("st.global")) == len(stores)
 
 
-@pytest.mark.parametrize("k_major", [True, False])
-@pytest.mark.parametrize("ns", [(512,), (512, 128, 128, 264)], ids=str)
+@pytest.mark.parametrize(
+    ("ns", "k_major"), [((512,), True), ((512, 128, 128, 264), False), thorough(((512, 128, 128, 264), True))], ids=str
+)
 def test_async_input_gemm(ns: tuple[int, ...], k_major: bool, tmp_path: Path) -> None:
     """Every load of A waits, the first chunk's too; words are the caller's, and are only read."""
     prepared = async_input_gemm(24576, ns, k_major)

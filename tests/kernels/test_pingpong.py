@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from profiles import thorough
 
 pytest.importorskip("triton")
 
@@ -90,8 +91,10 @@ SCATTERS = BOTH | {
 
 #: gathers without the thorough profile
 FEW = {
-    *itertools.product(("gather",), ("tensorwise", "bias", "travels", "4-bias", "outer", "bf16-3")),
-    *itertools.product(("pushed",), ("rowwise", "2-bias", "fp16-bias", "bf16-4-bias")),
+    *itertools.product(("gather",), ("tensorwise", "4-bias", "outer")),
+    *itertools.product(("pushed",), ("rowwise", "bf16-4-bias")),
+    *itertools.product(("kept",), ("travels",)),
+    *itertools.product(("scatter",), ("rowwise", "fp16-bias", "multiplied rowwise", "sum of 4")),
 }
 
 
@@ -156,11 +159,13 @@ def texts(ptx: Ptx) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("op", "name"),
     [
-        *(pytest.param(*case, marks=() if case in FEW else pytest.mark.thorough)
-          for case in itertools.product(("gather", "pushed"), GATHERS)),
-        *(("kept", name) for name in ("travels", "outer", "bf16")),
+        case if case in FEW else thorough(case)
+        for case in (
+            *itertools.product(("gather", "pushed"), GATHERS),
+            *itertools.product(("kept",), ("travels", "outer", "bf16")),
+        )
     ],
-)  # fmt: skip
+)
 def test_gather(op: str, name: str, tmp_path: Path) -> None:
     options, stack = GATHERS[name]
     prepared, found = planned(op, options, tmp_path)
@@ -170,8 +175,7 @@ def test_gather(op: str, name: str, tmp_path: Path) -> None:
     assert (constants["INBOX"], constants["CLEARS"]) == (op != "gather", op != "kept")
 
 
-@pytest.mark.parametrize("k_major", [True, False])
-@pytest.mark.parametrize("ns", [(512,), MANY], ids=str)
+@pytest.mark.parametrize(("ns", "k_major"), [((512,), True), (MANY, False), thorough((MANY, True))], ids=str)
 def test_async_input(ns: tuple[int, ...], k_major: bool, tmp_path: Path) -> None:
     """Words are the caller's, and are only read."""
     prepared = async_input_gemm(8192, ns, k_major)
@@ -182,7 +186,7 @@ def test_async_input(ns: tuple[int, ...], k_major: bool, tmp_path: Path) -> None
     assert not found.ptx.find("st.global")
 
 
-@pytest.mark.parametrize("name", SCATTERS)
+@pytest.mark.parametrize("name", [name if ("scatter", name) in FEW else thorough(name) for name in SCATTERS])
 def test_scatter(name: str, tmp_path: Path) -> None:
     options, stack = SCATTERS[name]
     prepared, found = planned("scatter", options, tmp_path)
@@ -296,7 +300,8 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+#: every third; those that are alike stand next to each other
+@pytest.mark.parametrize("name", [thorough(name) if i % 3 else name for i, name in enumerate(MUTANTS)])
 def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
     of, before, after = MUTANTS[name]
     with machine() as here:

@@ -44,6 +44,11 @@ def by(*shapes: tuple[int, ...], dtype: torch.dtype = FP32) -> Steps:
     return lambda b, product: times(b, product, *(factor(b, shape, dtype) for shape in shapes))
 
 
+def by_outer(b: Builder, product: Node) -> Node:
+    """Times the product of factors of rows and of columns."""
+    return times(b, product, times(b, factor(b, (8, 1)), factor(b, (1, 16))))
+
+
 def then(*dtypes_and_shapes: torch.dtype | tuple[int, ...]) -> Steps:
     """Converted to each dtype, and times a tensor in fp32 of each shape."""
 
@@ -123,6 +128,21 @@ def biased_then_scaled(b: Builder) -> list[Node]:
 def residual_then_scaled(b: Builder) -> list[Node]:
     residual, a, w = inputs(b, (8, 16), (8, 16), (16, 16), dtype=FP32)
     return [scattered(b, times(b, b.call(aten.addmm.default, residual, a, w), factor(b, (8, 1))))]
+
+
+def columns_then(gate: Steps) -> Attack:
+    """int8 weights' scales in bf16, then a gate of rows."""
+    steps: Steps = lambda b, x: times(b, times(b, x, factor(b, (16,), BF16)), gate(b, b.placeholder((8, 1), BF16)))  # noqa: E731
+    return after(BF16, steps)
+
+
+def sigmoid(b: Builder, logits: Node) -> Node:
+    return cast(b, b.call(aten.sigmoid.default, cast(b, logits, FP32)), BF16)
+
+
+def bits_of_a_sigmoid(b: Builder, logits: Node) -> Node:
+    """Seen as another dtype, they are other numbers."""
+    return b.call(aten.view.dtype, b.call(aten.sigmoid.default, cast(b, logits, FP16)), BF16)
 
 
 def product_kept(which: int) -> Attack:
@@ -224,6 +244,7 @@ FACTORS: dict[str, tuple[Attack, list[str]]] = {
     "W8A8": (after(torch.int32, then(FP32, (8, 1), BF16, (16,), BF16)), ["F"]),
     "W8A8 in fp32": (after(torch.int32, by((8, 1), (16,))), ["F"]),
     "W8A8, columns first": (after(torch.int32, then(FP32, (1, 16), (8, 1), FP16)), ["F"]),
+    "W8A8, rows times columns": (after(torch.int32, by_outer), ["F"]),
     "W8A8 by a number": (after(torch.int32, by((1, 1))), ["F"]),
     "W8A8 rounded to float16 in between": (after(torch.int32, then(FP32, (8, 1), FP16, (16,), FP16)), ["ATP105"]),
     "W8A8 as float16": (after(torch.int32, then(FP16, (8, 1), FP16)), ["ATP105"]),
@@ -239,6 +260,11 @@ FACTORS: dict[str, tuple[Attack, list[str]]] = {
     "gated in bf16 by a number of no dimension": (after(BF16, by(())), ["F"]),
     "gated in fp64": (after(FP64, by((8, 1), dtype=FP64)), ["ATP105"]),
     "rows and columns": (after(FP32, by((8, 1), (1, 16))), ["F"]),
+    "columns, then rows": (after(FP32, by((16,), (8, 1))), ["ATP105"]),
+    "rows times columns": (after(FP32, by_outer), ["ATP105"]),
+    "columns, then a gate": (columns_then(sigmoid), ["F"]),
+    "columns, then bits of a gate": (columns_then(bits_of_a_sigmoid), ["ATP105"]),
+    "columns, then an exponential": (columns_then(lambda b, x: b.call(aten.exp.default, x)), ["ATP105"]),
     "columns of a square": (after(FP32, by((8,)), 8), ["F"]),
     "rows twice, not fp8": (after(FP32, by((8, 1), (8, 1))), ["ATP105"]),
     "columns twice, not fp8": (after(FP32, by((16,), (1, 16))), ["ATP105"]),

@@ -765,6 +765,7 @@ GRID_CASES = ("weights_gathered_over_data_parallel_ranks", "weights_gathered_and
 LATER_CASES = ("cache_of_other_process",)
 #: Each takes long and is of a kind that another case shows: for the thorough profile.
 OF_KINDS_SHOWN = (
+    "mlp_with_real_code",  # the demo's short run compiles C++ of more kernels, for a forward and a backward
     "block_float32_batch_1",  # block_gathered_again
     "block_bfloat16_batch_2",  # autocast
     "no_grad",  # inference_mode, quantized_by_rows

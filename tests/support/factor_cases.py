@@ -1,4 +1,4 @@
-"""Reduced products that are multiplied by powers of two, with numbers near the ends of their dtypes' ranges.
+"""Reduced products that are multiplied by powers of two, in numbers or tensors, near the ends of their dtypes' ranges.
 
 Each number in them is a power of two, or a largest one: so eager's results are the only right ones, bit by bit.
 """
@@ -162,6 +162,28 @@ def of_results(combine: Program) -> Program:
 
 AVERAGED: Program = lambda x: reduced(x, "avg")  # noqa: E731
 
+
+def by_tensors(*factors: tuple[tuple[int, ...], float], dtype: torch.dtype = FP32, outer: bool = False) -> Program:
+    """A product, converted, times tensors of one number each: one after the other, or by the product of these."""
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        tensors = [torch.full(shape, number, dtype=dtype) for shape, number in factors]
+        out = (x @ w).to(dtype)
+        if outer:
+            return scattered(out * (tensors[0] * tensors[1]))
+        for tensor in tensors:
+            out = out * tensor
+        return scattered(out)
+
+    return program
+
+
+def gated(x: Tensor, w: Tensor) -> Tensor:
+    """Columns first, by int8's scales say; a gate of rows is no larger than 1."""
+    return scattered((x @ w) * torch.full((N,), 8.0) * torch.sigmoid(torch.zeros(M, 1)))
+
+
+ROWS, COLUMNS = (M, 1), (N,)
 CASES: dict[str, Case] = {
     "small": Case(times(2.0**-32), filled(1e-37, 1e37)),
     "small, all-reduced": Case(times(2.0**-32, reduce=reduced), filled(1e-37, 1e37)),
@@ -218,6 +240,21 @@ CASES: dict[str, Case] = {
     "results, one doubled": Case(of_results(lambda a, b: a * 2.0 + b), opposite(MOST, 0.75, 3.0, 2.0), ("F", "F")),
     "results, one halved": Case(of_results(lambda a, b: a * 0.5 - b), opposite(5.0, 7.0, 3.0, 2.0), ("F", "F")),
     "results, all halved": Case(of_results(lambda a, b: (a + b) / 2), opposite(5.0, 7.0, 3.0, 2.0), ("F", "F")),
+    "rows, then columns": Case(by_tensors((ROWS, 0.125), (COLUMNS, 8.0)), pairs(MOST, 0.5)),
+    "rows, then columns, too large in eager too": Case(by_tensors((ROWS, 8.0), (COLUMNS, 0.125)), pairs(MOST, 0.5)),
+    "columns, then rows": Case(by_tensors((COLUMNS, 0.125), (ROWS, 8.0)), pairs(MOST, 0.5), ("ATP105",)),
+    "columns, then rows, of bf16": Case(
+        by_tensors((COLUMNS, 0.125), (ROWS, 8.0), dtype=BF16),
+        pairs(torch.finfo(BF16).max, 0.5, dtype=BF16),
+        ("ATP105",),
+    ),
+    "columns, then a gate": Case(gated, pairs(MOST, 0.0625)),
+    "rows times columns": Case(by_tensors((ROWS, 8.0), (COLUMNS, 0.125), outer=True), pairs(MOST, 0.5), ("ATP105",)),
+    "a number, then rows": Case(by_tensors(((1,), 0.125), (ROWS, 8.0)), pairs(MOST, 0.5), ("ATP105",)),
+    "columns, then a number": Case(by_tensors((COLUMNS, 0.125), ((1,), 8.0)), pairs(MOST, 0.5), ("ATP105",)),
+    "rounded to infinity in bf16, then halved": Case(
+        by_tensors((ROWS, 0.5), dtype=BF16), pairs(MOST, 1.0), ("ATP105",)
+    ),
     "behind a gather": Case(lambda x, w: (gathered(x) @ w) * 2.0**-32, filled(1e-37, 1e37)),
     "behind a gather, masked": Case(lambda x, w: (gathered(x) @ w) * 2.0, masked(FP32)),
 }

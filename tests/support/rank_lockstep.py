@@ -26,7 +26,7 @@ from rank_programs import Program
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from asynctp_passes import Report, pipeline
+from asynctp_passes import Report, attempt
 from asynctp_passes.planning import overlap
 
 __all__ = [
@@ -142,11 +142,11 @@ def rewrite_all(
             posted[rank] = list(ballots)
             return {(one.group, text): None for one in posted[rank] for text in one.deviations}
 
-        with mock.patch.object(pipeline, "vote", all_accepted):
+        with mock.patch.object(attempt, "vote", all_accepted):
             return run_pass(graph)
 
     def obey(rank: int, graph: fx.Graph) -> Report:
-        with mock.patch.object(pipeline, "vote", return_value=votes_of(rank, posted, groups)):
+        with mock.patch.object(attempt, "vote", return_value=votes_of(rank, posted, groups)):
             return run_pass(graph)
 
     _rewritten(graphs, post)

@@ -141,6 +141,15 @@ def _bare(line: str) -> str:
     return line.strip().split("  # ")[0]
 
 
+def test_version_is_the_same_everywhere() -> None:
+    """In the package, for pip, and as the newest section of the changelog."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
+    assert versions == [asynctp_passes.__version__]
+    assert re.findall(r"^## (\d\S*) - \d{4}-\d\d-\d\d$", changelog, re.MULTILINE)[0] == versions[0]
+
+
 def test_readme_commands_exist() -> None:
     """The commands of the first screen are the scripts that CI keeps working."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from asynctp_passes.ir.nodes import Sizes, express
+from asynctp_passes.ir.sizes import Sizes, express
 
 
 @dataclass(frozen=True)

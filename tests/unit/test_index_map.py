@@ -20,8 +20,7 @@ from torch.fx import Graph
 from torch.utils._sympy.functions import FloorDiv
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.nodes import SizeSource, express
-from asynctp_passes.ir.sizes import Size, product, quotient, same
+from asynctp_passes.ir.sizes import Size, SizeSource, express, product, quotient, same
 from asynctp_passes.layout.index_map import Digit, IndexMap, concatenate
 from asynctp_passes.layout.placement import (
     GatherPlacement,

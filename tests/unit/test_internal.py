@@ -25,17 +25,23 @@ from asynctp_passes import (
     GroupError,
     Report,
     StrictError,
+    attempt,
     compat,
+    joint_pass,
     pipeline,
     run,
 )
+from asynctp_passes.agreement import ledgers, vote
 from asynctp_passes.compat import GraphRecord
+from asynctp_passes.ir.records import Ballot
 from asynctp_passes.planning import plan
-from asynctp_passes.planning.deviations import Ballot
-from asynctp_passes.reporting import agree, build, internal
+from asynctp_passes.reporting import build, internal
+from asynctp_passes.rewriting import ordering, rewrite
 
 pytestmark = pytest.mark.usefixtures("internal_errors")
 
+STEPS = (pipeline, joint_pass, attempt, plan, ordering, rewrite)
+"""Modules that call the steps of the pass."""
 STAGES = [
     # what fails, of the pipeline
     "toposort.sort",
@@ -70,9 +76,9 @@ class Surprise(Exception):
 
 
 def failing(name: str, error: type[BaseException] = Surprise) -> Any:
-    """Let a function that the pipeline or the plan calls fail, after it did what it does."""
+    """Let a function that one of the `STEPS` calls fail, after it did what it does."""
     *path, last = name.split(".")
-    owners: list[Any] = [owner for owner in (pipeline, plan) if hasattr(owner, (*path, last)[0])]
+    owners: list[Any] = [owner for owner in STEPS if hasattr(owner, (*path, last)[0])]
     for part in path:
         owners = [getattr(owner, part) for owner in owners]
     does: Callable[..., Any] = getattr(owners[0], last)
@@ -140,13 +146,13 @@ def test_a_joint_graph_is_left_without_its_tags(caplog: pytest.LogCaptureFixture
     graph = program(joint=True)
     before = snapshot(graph)
     with failing("rematerializations"):
-        report = pipeline.run_joint(graph, quiet(rematerialize="always"))
+        report = joint_pass.run_joint(graph, quiet(rematerialize="always"))
     assert report is not None
     assert (report.phase, report.remarks, len(report.internal_errors)) == ("joint", (), 1)
     assert snapshot(graph) == before
     assert "work on graph (joint)" in caplog.text
     with failing("rematerializations"), pytest.raises(StrictError):
-        pipeline.run_joint(graph, quiet(strict="all"))
+        joint_pass.run_joint(graph, quiet(strict="all"))
 
 
 def test_a_graph_with_a_cycle_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -292,13 +298,13 @@ def test_a_report_that_cannot_be_made_either() -> None:
 def test_the_other_ranks_are_told_once(stage: str) -> None:
     """A rank that fails before the vote votes for nothing, and one that fails in it or after it not again."""
     voted: list[list[Ballot]] = []
-    does = pipeline.vote
+    does = attempt.vote
 
     def vote(ballots: list[Ballot], config: Config) -> Any:
         voted.append(ballots)
         return does(ballots, config)
 
-    with mock.patch.object(pipeline, "vote", vote), failing(stage):
+    with mock.patch.object(attempt, "vote", vote), failing(stage):
         run(program(), quiet())
     ((ballot,),) = voted
     assert ballot.deviations == ()
@@ -308,12 +314,12 @@ def test_what_was_agreed_cannot_be_left_out() -> None:
     """A rank that fails after the vote stops where all have voted for something, or may have."""
     text = "keep: all_gather 0"
     ballot = Ballot("group", "key", (text,))
-    with mock.patch.object(agree, "_ledger", return_value=object()):
-        agree.refuse([ballot], {("group", text): "rank 1 does not"}, Config())
+    with mock.patch.object(ledgers, "of_group", return_value=object()):
+        vote.refuse([ballot], {("group", text): "rank 1 does not"}, Config())
         for votes in (None, {("group", text): None}):
             with pytest.raises(DisagreementError, match=text):
-                agree.refuse([ballot], votes, Config())
-    agree.refuse([ballot], None, Config())  # a group of which there is no store here: nobody was asked
+                vote.refuse([ballot], votes, Config())
+    vote.refuse([ballot], None, Config())  # a group of which there is no store here: nobody was asked
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -321,10 +327,11 @@ def test_a_graph_without_asynctp_does_what_all_have_agreed_on_before(refused: bo
     """It asks again, since peers may not: then its gathers are pushed, as theirs are."""
     graph = program()
     with (
-        mock.patch.object(pipeline, "agreed_before", lambda ballot, config: set(ballot.deviations[1:])),
+        mock.patch.object(compat, "compiled_function", return_value=object()),
+        mock.patch.object(vote, "_accepted", lambda ballot, config: ballot.deviations[1:]),
         mock.patch.object(plan, "on_wire", return_value=True),
     ):
-        first = plan.unfused(graph, quiet(), pipeline._agreed(graph, quiet()))
+        first = plan.unfused(graph, quiet(), dict.fromkeys(vote.agreed_before(graph, quiet())))
         (ballot,) = plan.ballots_of(first)
         assert [text.partition(":")[0] for text in ballot.deviations] == ["keep"]
         votes = {("tp", text): "rank 1 does not" if refused else None for text in ballot.deviations}

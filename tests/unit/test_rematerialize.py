@@ -13,7 +13,7 @@ from passes import run_pass
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from asynctp_passes import Config, compat, pipeline
+from asynctp_passes import Config, compat, joint_pass
 from asynctp_passes.config import Rematerialize
 from asynctp_passes.planning.rematerialize import LEAST_BYTES, REMATERIALIZED
 
@@ -159,7 +159,7 @@ def nothing_to_gather_for(b: GraphBuilder) -> tuple[Node, ...]:
 def joint(build: Build, rematerialize: Rematerialize = "always") -> Graph:
     b = GraphBuilder(ranks=2)
     graph = b.returns(*build(b))
-    pipeline.run_joint(graph, Config(rematerialize=rematerialize))
+    joint_pass.run_joint(graph, Config(rematerialize=rematerialize))
     return graph
 
 
@@ -195,7 +195,7 @@ def test_what_is_not_fused_is_kept() -> None:
     """Below the configured size the gather stays as it is, and what it gathered with it."""
     b = GraphBuilder(ranks=2)
     graph = b.returns(*needed(b))
-    pipeline.run_joint(graph, Config(rematerialize="always", min_bytes=10**9))
+    joint_pass.run_joint(graph, Config(rematerialize="always", min_bytes=10**9))
     assert tagged(graph) == []
 
 
@@ -213,7 +213,7 @@ def test_activation_checkpointing_comes_first(place: str, policy: CheckpointPoli
     graph = b.returns(layer.y, layer.dx, layer.dw())
     getattr(layer, place).meta["recompute"] = policy
     before = [compat.recompute_tag(node) for node in graph.nodes]
-    pipeline.run_joint(graph, Config(rematerialize="always"))
+    joint_pass.run_joint(graph, Config(rematerialize="always"))
     assert [compat.recompute_tag(node) for node in graph.nodes] == before
 
 
@@ -288,7 +288,7 @@ def test_auto_leaves_symbolic_sizes() -> None:
         y = b.mm(full, b.input("primals_2", [4096, 6]))
         dy = b.mul(y, b.input("tangents_1", [6]))
         graph = b.returns(y, b.mm(b.permute(full, [1, 0]), dy), b.scatter(dy))
-        pipeline.run_joint(graph, Config(rematerialize=rematerialize))
+        joint_pass.run_joint(graph, Config(rematerialize=rematerialize))
         found[rematerialize] = len(tagged(graph))
     assert found == {"auto": 0, "always": 3}
 
@@ -303,7 +303,7 @@ def test_views_of_computed_sizes() -> None:
     y = b.mm(view, b.input("primals_2", [8, 6]))
     dy = b.mul(y, b.input("tangents_1", [6]))
     graph = b.returns(y, b.mm(b.permute(view, [1, 0]), dy), b.scatter(dy))
-    pipeline.run_joint(graph, Config(rematerialize="always"))
+    joint_pass.run_joint(graph, Config(rematerialize="always"))
     assert tagged(graph) == [*GATHER, "reshape", "permute"]
 
 

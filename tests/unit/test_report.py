@@ -98,8 +98,8 @@ asynctp: graph (inference): 1 of 2 chains fused, 1 missed, 2 other collectives s
     mm_1 -> reduce_scatter_tensor -> wait_tensor_1
     ATP201 REDUCE_OP_UNSUPPORTED: the collective's reduction is neither 'sum' nor 'avg' ['max']
     remedy: only sums commute with the matmul's accumulation; use 'sum' or 'avg'
-. SKIPPED 2 x ATP013 OUTSIDE_GRAPH: what takes the gathered tensor, or makes the reduced one, is not
-    in this graph
+. SKIPPED 2 x ATP013 OUTSIDE_GRAPH: the op that takes the gathered tensor, or makes the reduced one,
+    is not in this graph
 note: sequential: the collective, then the matmul; nothing overlaps on a CPU, or without triton""",
     )
 

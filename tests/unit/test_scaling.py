@@ -14,7 +14,7 @@ from passes import run_pass
 from torch.fx import Graph
 
 import asynctp_passes
-from asynctp_passes import Config, pipeline
+from asynctp_passes import Config, joint_pass
 
 PACKAGE = str(Path(asynctp_passes.__file__).parent)
 FP8 = torch.float8_e4m3fn
@@ -88,7 +88,7 @@ def fused(graph: Graph) -> None:
 
 
 def tagged(graph: Graph) -> None:
-    pipeline.run_joint(graph, Config(rematerialize="always"))
+    joint_pass.run_joint(graph, Config(rematerialize="always"))
 
 
 def calls_of(run: Callable[[Graph], None], graph: Graph) -> int:

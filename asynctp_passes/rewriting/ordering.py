@@ -7,24 +7,33 @@ and no move carries what communicates past anything else that does.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import fx
 
-from asynctp_passes import ops
+from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import arguments, draws, live, op_name, reachable, segments, steps_of, value_of
-from asynctp_passes.ir.order import communicates, communications, in_turn, program_order
-from asynctp_passes.ir.read import is_matmul
+from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.nodes import called_name, called_op, name_of, op_name
+from asynctp_passes.ir.order import communicates, communications, in_turn, program_order, unrecorded
+from asynctp_passes.ir.traversal import draws, live, phase_of, reachable, segments, steps_of
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning import cost_model
+from asynctp_passes.rewriting import toposort
+from asynctp_passes.rewriting.emit_alone import IN_FLIGHT, leave_sms
 
-__all__ = ["Moves", "keep_option", "leave_sms", "restore_program_order", "schedule"]
+__all__ = ["Moves", "keep_order", "put_in_program_order", "schedule"]
+
+log = logging.getLogger(__name__)
+
+_TORCHS = ("_c10d_functional", "c10d.", "_dtensor.")
+"""Namespaces of collectives that Inductor knows, or that no graph of its own has."""
+
 
 Kept = tuple[Collective, fx.Node | None]
 """A collective that no op takes in, and the fused op that it follows if it stays for other users beside that."""
@@ -77,7 +86,31 @@ def schedule(
     return _order_in_flight(graph, flying, flops)
 
 
-def restore_program_order(graph: fx.Graph) -> None:
+def put_in_program_order(graph: fx.Graph) -> None:
+    """Sort a graph that communicates, and bring what communicates to the order of the program.
+
+    Any other graph is left to Inductor, which sorts it after its passes.
+    """
+    if communications(graph.nodes):
+        toposort.sort(graph)
+        if phase_of(graph) == "inference":  # the partitioner, who copies and leaves out, orders the others
+            _warn_of_moves(graph)
+            _restore_program_order(graph)
+
+
+def _warn_of_moves(graph: fx.Graph) -> None:
+    """Say that ranks may communicate in unlike orders: this pass alone does not see the order of the program."""
+    moved = unrecorded(graph) if compat.is_compiled(graph) and compat.inductor_option("reorder_for_locality") else []
+    if moved:
+        log.warning(
+            "asynctp: %s: Inductor may have moved %s to where the results are used, and so differently on ranks that "
+            "compute different things. Remedy: give it RematerializePass() as joint_custom_post_pass too, which notes "
+            "the order of the program",
+            *(compat.compile_name(), ", ".join(dict.fromkeys(map(called_name, moved)))),
+        )
+
+
+def _restore_program_order(graph: fx.Graph) -> None:
     """Bring what communicates back to the order of the program, where Inductor has moved it to where it is used.
 
     It does so in graphs for inference, with ops that it does not know as collectives.
@@ -90,6 +123,17 @@ def restore_program_order(graph: fx.Graph) -> None:
         steps = steps_of(graph, {}, inputs, lambda node: (segment[node], position[node]))
         if len(steps) == len(position):
             _arrange([node for (node,) in steps])
+
+
+def keep_order(graph: fx.Graph, ordered: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Have Inductor keep the order of what communicates, and run each node after those that `ordered` lists for it."""
+    after = {node: list(earlier) for node, earlier in ordered.items()}
+    starts = communications(graph.nodes) if compat.is_compiled(graph) else []
+    called = {op for op in map(called_op, starts) if op is not None and not name_of(op).startswith(_TORCHS)}
+    if not compat.lower_in_order(called):
+        for before, node in pairwise(starts):
+            after.setdefault(node, []).append(before)
+    compat.keep_order(graph, after)
 
 
 # --- order ---------------------------------------------------------------------------------------------------
@@ -167,40 +211,12 @@ def _move_after(starts: Iterable[fx.Node], last: fx.Node) -> None:
 # --- collectives in flight ------------------------------------------------------------------------------------
 _MOST_BESIDE = 4
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_IN_FLIGHT = {
-    "all_gather": torch.ops.asynctp.all_gather.default,
-    "reduce_scatter": torch.ops.asynctp.reduce_scatter.default,
-    "all_reduce": torch.ops.asynctp.all_reduce.default,
-}
-
-
-def leave_sms(collective: Collective, kept_by_all: bool = True) -> None:
-    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it.
-
-    kept_by_all: Of a gather, whether every rank keeps it.
-    """
-    node, values = collective.node, arguments(collective.node)
-    reduction = (collective.reduce_op,) if collective.kind != "all_gather" else ()
-    size = (collective.group_size,) if collective.kind != "all_reduce" else ()
-    node.target = _IN_FLIGHT[collective.kind]
-    node.args, node.kwargs = (
-        (values["input"], *reduction, *size, collective.group),
-        keep_option(collective, kept_by_all),
-    )
-    node.meta.pop("eager_input_vals", None)  # of torch's op: Inductor would lay out its inputs by them
-
-
-def keep_option(collective: Collective, kept_by_all: bool) -> dict[str, Any]:
-    """The argument of a gather that tells whether every rank keeps it, where it goes by a transport of asynctp's."""
-    if collective.kind != "all_gather" or not ops.on_wire(value_of(collective.source).device.type):
-        return {}
-    return {"all_keep": kept_by_all}
 
 
 def _in_flight(alone: Iterable[Kept], nodes: Container[fx.Node]) -> list[Kept]:
     """The collectives that leave the SMs to what runs beside them, with those of their waits that there still are."""
     living = ((replace(one, waits=tuple(wait for wait in one.waits if wait in nodes)), op) for one, op in alone)
-    return [(one, op) for one, op in living if one.waits and one.node.target in _IN_FLIGHT.values()]
+    return [(one, op) for one, op in living if one.waits and one.node.target in IN_FLIGHT.values()]
 
 
 def _run_beside(flying: Iterable[Kept], flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]) -> None:

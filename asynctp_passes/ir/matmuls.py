@@ -1,0 +1,240 @@
+"""Read matmuls off a graph: each op's arguments by name, once, as a frozen value.
+
+The meaning of an op's arguments is in `registry`; every spelling is read into the same vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat, reasons
+from asynctp_passes.ir.calls import Matmul
+from asynctp_passes.ir.collectives import looks_collective
+from asynctp_passes.ir.nodes import (
+    arguments,
+    called_name,
+    first_tensor,
+    items_of,
+    op_name,
+    short_name,
+    tensor_of,
+    traits_of,
+)
+from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.registry import ADDMM, MatmulOp, matmul_op
+from asynctp_passes.ir.scales import read_scales
+from asynctp_passes.ir.sizes import Size, are_one, as_size, differ, identical, product, same
+from asynctp_passes.reasons import Refusal
+
+__all__ = [
+    "added_matrix",
+    "contracts_rows",
+    "feeds_left_operand",
+    "is_matmul",
+    "operands_that_are",
+    "read_matmul",
+    "read_term",
+    "rows_of",
+]
+
+_MATMUL_WORDS = re.compile(
+    r"(^|_)(((int\d)?mm|bmm|addmm|baddbmm|einsum)(_|$)|linear$|q?linear_(pointwise|dynamic))|gemm|matmul"
+)
+
+
+def _left_operand(matmul: fx.Node) -> fx.Node | None:
+    """The left operand; the first input of an op that is not known."""
+    op = matmul_op(called_name(matmul))
+    node = next(iter(matmul.all_input_nodes), None) if op is None else arguments(matmul).get(op.a)
+    return node if isinstance(node, fx.Node) else None
+
+
+def contracts_rows(matmul: fx.Node) -> bool:
+    """True for a product of a transposed matrix, `dYᵀ @ X`: its contraction runs over rows, as a weight's gradient's.
+
+    A copy or cast of a transposed matrix counts (scaled products want the contraction contiguous). Looks at strides
+    only, so it tells what a product most likely is, and proves nothing.
+    """
+    node = _left_operand(matmul)
+    while node is not None:
+        value = tensor_of(node)
+        if value is None or value.dim() < 2:
+            return False
+        if _is_transposed(value):
+            return True
+        traits = traits_of(node)
+        node = first_tensor(node) if traits.converts or (traits.copies and traits.view is View.SAME) else None
+    return False
+
+
+def _is_transposed(value: torch.Tensor) -> bool:
+    """True when the last but one dimension is the contiguous one. Sizes of 1 say nothing; symbols are not asked."""
+    sizes, (outer, inner) = value.shape[-2:], value.stride()[-2:]
+    return identical(outer, 1) and not any(identical(one, 1) for one in (inner, *sizes))
+
+
+def is_matmul(node: fx.Node) -> bool:
+    """True for every op that multiplies matrices, or looks as if, whether asynctp rewrites it or not."""
+    name = called_name(node)
+    return matmul_op(name) is not None or _looks_matmul(name) or any(map(is_matmul, compat.nodes_hidden_by(node)))
+
+
+@functools.cache
+def _looks_matmul(name: str) -> bool:
+    namespace, _, rest = name.partition(".")
+    if namespace in ("asynctp", "symm_mem") or looks_collective(name):
+        return False
+    return bool(_MATMUL_WORDS.search(rest.partition(".")[0]))
+
+
+def operands_that_are(matmul: fx.Node, nodes: Container[fx.Node]) -> set[str]:
+    """Which of a matmul's operands are among some nodes: `"left"`, `"right"`, `"other"` (a bias, a scale).
+
+    Of an op that is not known, the first input is the left operand; of one inside of `auto_functionalized`, any may be.
+    """
+    op, sources = matmul_op(called_name(matmul)), matmul.all_input_nodes
+    roles: dict[Any, str]
+    if op is None:
+        left = sources[:1] if compat.is_op(matmul.target) or compat.nodes_hidden_by(matmul) else sources
+        roles = {source: "left" if source in left else "right" for source in sources}
+    else:
+        values = arguments(matmul)
+        roles = dict.fromkeys(sources, "other") | {values.get(op.b): "right", values.get(op.a): "left"}
+    return {role for source, role in roles.items() if source in nodes}
+
+
+def feeds_left_operand(matmul: fx.Node, before: fx.Node) -> bool:
+    """True when `before` is the matmul's left operand."""
+    return "left" in operands_that_are(matmul, (before,))
+
+
+def read_matmul(node: fx.Node) -> Matmul | Refusal:
+    """Read a matmul node by its schema, or say why its form is not rewritten."""
+    name = called_name(node)
+    op = matmul_op(name)
+    if op is None:
+        hidden = " -> ".join(map(short_name, compat.nodes_hidden_by(node)))
+        facts = f"{name} {node.name}" + (f", which Inductor put in the place of {hidden}" if hidden else "")
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
+    values, result = arguments(node), _result(node, op)
+    if isinstance(result, Refusal):
+        return result
+    a, right, out = tensor_of(values.get(op.a)), tensor_of(values.get(op.b)), tensor_of(result)
+    if a is None or right is None or out is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, node.name)
+    b, b_transposed = _one_matrix(values[op.b], op.b_transposed)
+    if b is None or a.dim() < 2 or not same(rows_of(a), rows_of(out)) or not _fit(a, right, out, op.b_transposed):
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}: {list(a.shape)} @ {list(right.shape)}")
+    bias = values.get(op.bias) if op.bias is not None else None
+    problem = _added(node, values, bias, out)
+    scaled = read_scales(node, op, values, a, right, out)
+    if problem is not None or isinstance(scaled, Refusal):
+        return problem or scaled  # type: ignore[return-value]
+    if scaled is None and out.dtype != (torch.int32 if a.dtype == torch.int8 else a.dtype):
+        return Refusal(reasons.DTYPE_UNSUPPORTED, f"{node.name}: {a.dtype} -> {out.dtype}")
+    return Matmul(result, values[op.a], b, bias, scaled, b_transposed, None if result is node else node)
+
+
+def _result(node: fx.Node, op: MatmulOp) -> fx.Node | Refusal:
+    """The node that is the product: the op's, or the item of what `auto_functionalized` returns that is `op.out`."""
+    if op.out is None:
+        return node
+    name = f"{called_name(node)} {node.name}"
+    items = items_of(node, 2) if not compat.is_op(node.target) else None
+    whole = {f"_{op.out}_base_index", f"_{op.out}_alias"}
+    parts = {key for key in node.kwargs if key.startswith(f"_{op.out}_")} - whole
+    bases = node.kwargs.get("_all_bases")
+    if items is None or list(items) != [1] or parts or (isinstance(bases, list | tuple) and len(bases) != 1):
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} writes in place, or into a part of a tensor")
+    value = tensor_of(items[1])
+    if value is not None and not compat.is_contiguous(value):
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name}: the result is not contiguous")
+    return items[1]
+
+
+def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:
+    """The one matrix that all matrices of a right operand are, and whether it is transposed; None if they differ."""
+    while (value := tensor_of(node)) is not None and value.dim() >= 2:
+        if are_one(value.shape[:-2]):
+            return node, transposed
+        source = tensor_of(node.args[0]) if node.args else None
+        if source is None or source.dim() < 2:
+            break
+        traits = traits_of(node)
+        if traits.view in (View.EXPAND, View.RESHAPE):  # may repeat or regroup the matrices of a batch
+            if not all(identical(x, y) for x, y in zip(source.shape[-2:], value.shape[-2:], strict=True)):
+                break
+        elif _swaps_last_two(node, value.dim()):
+            transposed = not transposed
+        elif traits.view is not View.SAME or traits.copies:
+            break
+        node = node.args[0]  # type: ignore[assignment]
+    return None, transposed
+
+
+def _swaps_last_two(node: fx.Node, rank: int) -> bool:
+    view = traits_of(node).view
+    if view is View.PERMUTE:
+        order = [axis % rank for axis in arguments(node)["dims"]]
+        return order == [*range(rank - 2), rank - 1, rank - 2]
+    if view is View.TRANSPOSE:
+        values = arguments(node)
+        return {values["dim0"] % rank, values["dim1"] % rank} == {rank - 2, rank - 1}
+    return False
+
+
+def _fit(a: torch.Tensor, right: torch.Tensor, out: torch.Tensor, b_transposed: bool) -> bool:
+    """False for sizes of which a registered matmul, as it was described, would not make these columns."""
+    depth, columns = reversed(right.shape[-2:]) if b_transposed else right.shape[-2:]
+    return not differ(a.shape[-1], depth) and not differ(out.shape[-1], columns)
+
+
+def rows_of(tensor: torch.Tensor) -> Size:
+    """The rows of a tensor: all dimensions but the last."""
+    return product(map(as_size, tensor.shape[:-1]))
+
+
+def _added(node: fx.Node, values: dict[str, Any], bias: fx.Node | None, out: torch.Tensor) -> Refusal | None:
+    """Why what the matmul adds is not one row, unscaled."""
+    alpha, beta = values.get("alpha", 1), values.get("beta", 1)
+    if alpha != 1 or beta != 1:
+        return Refusal(reasons.ADDMM_SCALED, f"{node.name}: alpha={alpha}, beta={beta}")
+    if bias is None:
+        return None
+    value = tensor_of(bias)
+    if value is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, node.name)
+    if _is_row(value, out):
+        return None
+    return Refusal(reasons.ADDMM_SCALED, f"{node.name}: the bias has shape {list(value.shape)}")
+
+
+def added_matrix(node: fx.Node) -> fx.Node | None:
+    """The `c` of `c + a @ b`, all of the result's shape: Inductor makes one addmm of such a sum."""
+    if op_name(node) != ADDMM:
+        return None
+    values = arguments(node)
+    added, out = tensor_of(values["self"]), tensor_of(node)
+    if added is None or out is None or added.dim() != 2 or (values["alpha"], values["beta"]) != (1, 1):
+        return None
+    whole = all(identical(a, b) for a, b in zip(added.shape, out.shape, strict=True)) and not _is_row(added, out)
+    return values["self"] if whole and added.dtype == out.dtype else None
+
+
+def read_term(node: fx.Node) -> Matmul | Refusal:
+    """Read a matmul as a term of a sum: `a @ b` of `c + a @ b`, where `c` is another term; others as `read_matmul`."""
+    if added_matrix(node) is None:
+        return read_matmul(node)
+    values = arguments(node)
+    return Matmul(node, values["mat1"], values["mat2"])
+
+
+def _is_row(bias: torch.Tensor, out: torch.Tensor) -> bool:
+    """True for a bias [N], [1, N], ... of an output [..., N]."""
+    return bias.dim() >= 1 and are_one(bias.shape[:-1]) and identical(bias.shape[-1], out.shape[-1])

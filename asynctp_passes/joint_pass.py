@@ -1,0 +1,71 @@
+"""The pass over a graph of a forward and its backward: it tags gathers, and notes the order of communication."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import fx
+
+from asynctp_passes import compat
+from asynctp_passes.attempt import Attempt
+from asynctp_passes.config import Config
+from asynctp_passes.ir.order import communications, record_order
+from asynctp_passes.ir.records import Ballot
+from asynctp_passes.ir.traversal import tangents_of
+from asynctp_passes.planning.decide import decide_graph
+from asynctp_passes.planning.deviations import communicated
+from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED, rematerializations
+from asynctp_passes.reporting.report import Report
+from asynctp_passes.rewriting import toposort
+
+__all__ = ["run_joint"]
+
+log = logging.getLogger(__name__)
+
+
+def run_joint(graph: fx.Graph, config: Config) -> Report | None:
+    """Tag, in a graph of a forward and its backward, the gathers that are made again in the backward (`rematerialize`).
+
+    Tags change nothing that is computed: the partitioner, which comes next, follows them. In any graph the order of
+    communication is noted, for `run` to restore.
+
+    Args:
+        graph: A joint graph, as Inductor hands it to a joint pass.
+        config: The configuration.
+
+    Returns:
+        A report where asynctp itself failed, which left the graph as it was; else None: both graphs get reports.
+
+    Raises:
+        DisagreementError: asynctp failed on the graph after all ranks had agreed on something; the graph is untouched.
+        StrictError: asynctp itself failed, and `config.strict` forbids it; the graph is untouched.
+    """
+    attempt = Attempt(graph, config, "joint")
+    with attempt:
+        if communications(graph.nodes):  # any other graph is left to Inductor, which sorts it after this pass
+            toposort.sort(graph)
+            record_order(graph)
+            if tangents_of(graph):
+                _tag(graph, config, attempt)
+        return None
+    return attempt.fall_back()
+
+
+def _tag(graph: fx.Graph, config: Config, attempt: Attempt) -> None:
+    decisions, context = decide_graph(graph, config)
+    found = rematerializations(graph, decisions, config.rematerialize)
+    chosen = [one for one in found if one.chosen]
+    texts: dict[str, list[str]] = {}
+    for one in chosen:
+        texts.setdefault(one.gather.group_key, []).append(context.words.of_rematerialized(one.gather))
+    keys = communicated((one.candidate.collective for one in decisions), "joint")
+    ballots = {group: Ballot(group, key, tuple(texts.get(group, ())), joint=True) for group, key in keys.items()}
+    votes = attempt.vote(list(ballots.values()))
+    for one in chosen:
+        group, text = one.gather.group_key, context.words.of_rematerialized(one.gather)
+        if votes[group, text] is None:
+            compat.recompute_in_backward(one.nodes)
+            one.gather.node.meta[REMATERIALIZED] = one.bytes or 0
+            one.gather.node.meta[AGREED] = Ballot(group, ballots[group].key, (text,), joint=True)
+        else:
+            log.warning("asynctp: %s is left out, since a rank does not do it: %s", text, votes[group, text])

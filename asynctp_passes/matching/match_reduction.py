@@ -1,0 +1,248 @@
+"""Match a reduction: prove that it reduces a sum of matmuls, arranged by rank, or say why not. Pure.
+
+scatter   {mm, addmm, _scaled_mm (× scales)}+ → view* → (add → view*)* → {reduce_scatter, all_reduce} → wait
+          where products of 16 bits may be converted to float32 on the way, and other tensors may be added
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from asynctp_passes import reasons
+from asynctp_passes.ir.calls import Collective, Matmul, nodes_of
+from asynctp_passes.ir.crossings import product_of
+from asynctp_passes.ir.matmuls import added_matrix, contracts_rows, is_matmul
+from asynctp_passes.ir.nodes import dtype_of, is_size, nodes_in, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.sizes import Size, product, quotient, same
+from asynctp_passes.layout.index_map import IndexMap
+from asynctp_passes.layout.placement import ScatterPlacement, incomplete, locate_scatter
+from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, propagate, sources_of
+from asynctp_passes.matching import near_miss
+from asynctp_passes.matching.chains import Candidate, ScatterChain, Term
+from asynctp_passes.matching.match_context import MatchContext, in_blocks
+from asynctp_passes.ops.checks import WIDENED
+from asynctp_passes.reasons import Refusal
+
+__all__ = ["match_reduction"]
+
+
+def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
+    """A reduce-scatter or an all-reduce: a sum of matmuls, or why it is not seen as one."""
+    region, leaves = _region(context, scatter.source)
+    products = context.sorted(leaf for leaf in leaves if context.product(leaf) is not None)
+    way = _way_up(context, scatter, leaves)
+    chain = (
+        _scatter_chain(context, scatter, region, products) if products else _near_scatter(context, scatter, leaves, way)
+    )
+    if isinstance(chain, Refusal):
+        trimmed = chain.reason is reasons.PIECES_MISSING
+        if trimmed and (pad := _padding(leaf for leaf in products if is_matmul(leaf))) is not None:
+            chain = Refusal(reasons.MATMUL_PADDED, pad)
+        others = context.sorted(leaves.difference(products))
+        if chain.reason is reasons.SUM_HAS_OTHER_TERM and others:
+            chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {near_miss.callers(others)}")
+        shown = [*region, *products, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
+        return Candidate(
+            scatter, None, (chain,), context.sorted(shown), weights=_reduces_weights(context, scatter, shown)
+        )
+    nodes = context.sorted([*chain.views, *nodes_of(chain.matmuls), *scatter.nodes])
+    return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(context, scatter, nodes))
+
+
+def _scatter_chain(
+    context: MatchContext, scatter: Collective, region: set[fx.Node], products: Sequence[fx.Node]
+) -> ScatterChain | Refusal:
+    """Prove that the collective's input is a sum of matmuls, arranged by rank (or in any way, to be all-reduced)."""
+    matmuls = _read_terms(context, products)
+    if isinstance(matmuls, Refusal):
+        return matmuls
+    alike = _most_alike(context, matmuls)
+    odd = next((one for one in matmuls if one not in alike and added_matrix(one.node) is not None), None)
+    if odd is not None:  # its result has other terms of the sum in it
+        return Refusal(reasons.SUM_TERMS_DISAGREE, f"{alike[0].node.name} and {odd.node.name}")
+    out = value_of(alike[0].node)
+    *lines, columns = context.sizes.of(out)
+    rows = product(lines)
+    if same(rows * columns, 0):
+        return Refusal(reasons.NO_ELEMENTS, scatter.node.name)
+    nodes = context.sorted([*region, *products])
+    now = context.segments[scatter.node]  # a copy of a product that was changed since then is a term like any other
+    sources = [one.node for one in matmuls if one in alike or context.segments[one.node] == now]
+    propagation = propagate(nodes, sources_of(sources, context.sizes), context.sizes, sums=True)
+    whole = propagation.maps.get(scatter.source)
+    if whole is None:
+        return _first_refusal(propagation, nodes, scatter)
+    sum_dtype = dtype_of(scatter.input)
+    if sum_dtype != out.dtype and not (sum_dtype == torch.float32 and out.dtype in WIDENED):
+        return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {sum_dtype}")
+    placement = _placement(context, scatter, whole, rows, columns)
+    if isinstance(placement, Refusal):
+        return placement
+    terms = propagation.terms[scatter.source]
+    summed = tuple(replace(matmul, factor=terms.counts[matmul.node]) for matmul in alike)
+    own = {matmul.node for matmul in alike}
+    inside = {
+        node for node in nodes if node in propagation.terms and not own.isdisjoint(propagation.terms[node].counts)
+    }
+    elsewhere = _outside_users(scatter, inside, alike)
+    if elsewhere is not None:
+        return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
+    added = tuple(Term(node, terms.counts[node]) for node in context.sorted(terms.counts.keys() - own))
+    converted = sum_dtype if sum_dtype != out.dtype else None
+    return ScatterChain(scatter, summed, whole, placement, context.sorted(inside - own), converted, added, terms.factor)
+
+
+def _region(context: MatchContext, end: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The views and sums above `end`, and the nodes (leaves) where they start."""
+    region: set[fx.Node] = set()
+    leaves: set[fx.Node] = set()
+    stack = [end]
+    while stack:
+        node = stack.pop()
+        if node in region or node in leaves:
+            continue
+        sources = [source for source in node.all_input_nodes if _holds_tensors(source)]
+        follows = is_view(node) or is_sum(node)
+        if follows and sources and context.product(node) is None:
+            region.add(node)
+            stack.extend(sources)
+        else:
+            leaves.add(node)
+            stack.extend(source for source in [added_matrix(node)] if source is not None)
+    return region, leaves
+
+
+def _holds_tensors(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor | tuple | list) or value is None
+
+
+def _placement(
+    context: MatchContext, scatter: Collective, whole: IndexMap, rows: Size, columns: Size
+) -> ScatterPlacement | Refusal | None:
+    """Where the ranks' parts are in the product; None for an all-reduce, which takes its elements in any order."""
+    if scatter.kind == "all_reduce":
+        return incomplete(whole, rows * columns)
+    blocks = _blocks_first(context, scatter, whole)
+    return locate_scatter(blocks, rows, columns, scatter.group_size) if isinstance(blocks, IndexMap) else blocks
+
+
+def _blocks_first(context: MatchContext, scatter: Collective, whole: IndexMap) -> IndexMap | Refusal:
+    """The map of what is scattered with the ranks' blocks as its first dimension."""
+    value, part = tensor_of(scatter.input), tensor_of(scatter.node)
+    if value is None or part is None:
+        return Refusal(reasons.SHAPE_UNKNOWN, scatter.node.name)
+    sizes, dim = context.sizes.of(value), scatter.dim
+    if not in_blocks(scatter, sizes, context.sizes.of(part)):
+        return Refusal(
+            reasons.SIZES_NOT_PROVEN, f"{list(part.shape)} is not a part of {list(sizes)} along dimension {dim}"
+        )
+    if dim == 0:
+        return whole
+    inner = quotient(sizes[dim], scatter.group_size)
+    if inner is None:
+        return Refusal(reasons.SIZES_NOT_PROVEN, f"{sizes[dim]} in blocks for {scatter.group_size} ranks")
+    blocks = whole.reshape((*sizes[:dim], scatter.group_size, inner, *sizes[dim + 1 :]))
+    if isinstance(blocks, Refusal):
+        return blocks
+    return blocks.permute([dim, *(axis for axis in range(len(sizes) + 1) if axis != dim)])
+
+
+def _read_terms(context: MatchContext, products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
+    """Read the matmuls of a sum."""
+    matmuls: list[Matmul] = []
+    for node in products:
+        matmul = context.product(node)
+        assert matmul is not None
+        if isinstance(matmul, Refusal):
+            return matmul
+        matmuls.append(matmul)
+    return tuple(matmuls)
+
+
+def _most_alike(context: MatchContext, matmuls: Sequence[Matmul]) -> list[Matmul]:
+    """Those that an op can add: of one form, which has the longest contraction over all. The others are added to it."""
+    forms: list[list[Matmul]] = []
+    for matmul in matmuls:
+        own = next((form for form in forms if context.can_add(form[0], matmul)), None)
+        if own is None:
+            forms.append([matmul])
+        else:
+            own.append(matmul)
+    return max(forms, key=_contracted)
+
+
+def _contracted(matmuls: Sequence[Matmul]) -> int:
+    """Over how much matmuls contract, as far as that is a number."""
+    depths = [value.shape[-1] for value in (tensor_of(matmul.a) for matmul in matmuls) if value is not None]
+    return sum(depth for depth in depths if isinstance(depth, int))
+
+
+def _outside_users(scatter: Collective, inside: set[fx.Node], matmuls: Sequence[Matmul]) -> str | None:
+    """The first use of the unreduced product that is not on the way to the collective: as another's operand, say."""
+    taken = {operand: matmul.node for matmul in matmuls for operand in (matmul.a, *matmul.operands)}
+    for node in sorted(inside, key=lambda member: member.name):
+        outside = (user for user in node.users if user not in inside and not is_size(user))
+        user = next((user for user in outside if not _takes_once(scatter, user, node)), taken.get(node))
+        if user is not None:
+            return f"{node.name} is used by {user.name}"
+    return None
+
+
+def _takes_once(scatter: Collective, user: fx.Node, node: fx.Node) -> bool:
+    """True for the collective itself, if a node is what it reduces, and no other one of its tensors."""
+    taken = nodes_in((user.args, user.kwargs))
+    return user is (scatter.call or scatter.node) and node is scatter.input and taken.count(node) == 1
+
+
+def _reduces_weights(context: MatchContext, collective: Collective, nodes: Iterable[fx.Node]) -> bool:
+    """True when the reduced tensor looks like a parameter's gradient.
+
+    It is a vector, or each matmul that it comes from contracts over rows, and no matmul goes on with it: that would
+    make it an activation, whatever its strides.
+    """
+    products = [node for node in nodes if is_matmul(node)]
+    if near_miss.is_vector(collective.input):
+        return True
+    return bool(products) and all(map(contracts_rows, products)) and collective.node not in context.above_matmuls
+
+
+def _first_refusal(propagation: Propagation, region: Sequence[fx.Node], scatter: Collective) -> Refusal:
+    refused = next((propagation.refused[node] for node in region if node in propagation.refused), None)
+    return refused or Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"the input of {scatter.node.name}")
+
+
+def _padding(matmuls: Iterable[fx.Node]) -> str | None:
+    """The padding of an operand of these matmuls, if one is padded."""
+    operands = (source for matmul in matmuls for source in matmul.all_input_nodes)
+    return next((node.name for node in operands if traits_of(node).view is View.PAD), None)
+
+
+def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Node], way: Sequence[fx.Node]) -> Refusal:
+    """Why a reduction that no matmul feeds is not fused. An all-reduce of statistics of products is no miss."""
+    statistics = scatter.kind == "all_reduce" and any(map(near_miss.reduces, way))
+    if way and not statistics:
+        return Refusal(reasons.COMPUTED_BETWEEN, near_miss.names(way[::-1]))
+    made = context.sorted(leaves)
+    if region := next(filter(_is_product_of_region, made), None):
+        return Refusal(reasons.MATMUL_IN_ANOTHER_GRAPH, f"{scatter.node.name} is of a matmul in {region.name}")
+    return Refusal(near_miss.absent(made, "placeholder"), f"{scatter.node.name}: made by {near_miss.callers(made)}")
+
+
+def _is_product_of_region(node: fx.Node) -> bool:
+    """True for a result of a higher-order op that is a matmul's in a graph which that op runs."""
+    if op_name(node) != "getitem":
+        return product_of(node, 0)
+    region, item = node.args
+    return isinstance(region, fx.Node) and isinstance(item, int) and product_of(region, item)
+
+
+def _way_up(context: MatchContext, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:
+    """The way from a leaf of the scattered sum up to a matmul; empty when there is none."""
+    ways = (context.ways_to_reduced.path(leaf, scatter.node) for leaf in context.sorted(leaves))
+    return next((way for way in ways if way), [])

@@ -1,0 +1,172 @@
+"""Say why a gather has no chain: the matmuls that its result reaches all the same, and what is on the way. Pure.
+
+A gather may also be an all-to-all, of which each rank keeps its own piece of every shard:
+
+    shard → all_gather → wait → view* → split into one piece a rank → this rank's piece
+
+DTensor moves a sharding to another dimension so on CPU, where gloo has no all-to-all; on GPUs it calls one collective.
+A program may also take a piece that is the same on all ranks, and drop the rest. One rank's graph shows the difference
+only by the number of the piece, so that a chain counts as an all-to-all on CPU alone, where nothing overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from asynctp_passes import compat, reasons
+from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.crossings import multiplied_by
+from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.nodes import is_size, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.sizes import Sizes, product, same
+from asynctp_passes.layout.placement import RankPlacement, locate_ranks
+from asynctp_passes.layout.propagation import Propagation, pads_at_end, views_of
+from asynctp_passes.matching import near_miss
+from asynctp_passes.matching.chains import Candidate
+from asynctp_passes.matching.match_context import MatchContext
+from asynctp_passes.matching.shard_region import ShardRegion
+from asynctp_passes.reasons import Refusal
+
+__all__ = ["missed_gather"]
+
+
+def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: Mapping[fx.Node, Refusal]) -> Candidate:
+    """A gather without a chain: why its `own` matmuls are not fused, and those after what is `refused`."""
+    gather, sort = region.gather, region.context.sorted
+    piece = _own_piece(gather, region.context.propagation_of(gather), region.context.sizes)
+    if piece is not None:
+        refusal = Refusal(reasons.ALL_TO_ALL, f"{piece.name} is piece {piece.args[1]} of {gather.group_size}")
+        return Candidate(gather, None, (refusal,), gather.results)  # what follows has other names on other ranks
+    misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
+    misses = [_named(gather, miss) for miss in (*misses, *_near_gather(region, refused))]
+    misses.sort(key=_informative)
+    nodes = sort([*gather.results, *misses[0].nodes])
+    weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
+    return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, weights=weights)
+
+
+@dataclass(frozen=True)
+class _Miss:
+    """A matmul that the gathered tensor reaches in a way that is not fused: why, and the nodes on the way."""
+
+    refusal: Refusal
+    nodes: tuple[fx.Node, ...] = ()
+
+
+def _named(gather: Collective, miss: _Miss) -> _Miss:
+    """A miss for want of pieces that were only padding is one for uneven shards."""
+    cut = next((node for node in miss.nodes if _unpads(node, gather.group_size)), None)
+    if cut is None or miss.refusal.reason is not reasons.PIECES_MISSING:
+        return miss
+    return replace(miss, refusal=Refusal(reasons.UNEVEN_SHARDS, f"{op_name(cut)} {cut.name}: {miss.refusal.facts}"))
+
+
+def _unpads(node: fx.Node, ranks: int) -> bool:
+    """True for picking rows of which there are as many as, padded to a multiple of the ranks, there were before."""
+    picks = traits_of(node).view in (View.SLICE, View.NARROW, View.PICK)
+    before, after = tensor_of(node.args[0]) if picks else None, tensor_of(node)
+    if before is None or after is None or before.dim() != after.dim():
+        return False
+    pairs = zip(before.shape, after.shape, strict=True)
+    known = [(whole, kept) for whole, kept in pairs if isinstance(whole, int) and isinstance(kept, int)]
+    return any(kept < whole == -(-kept // ranks) * ranks for whole, kept in known)
+
+
+def _informative(miss: _Miss) -> int:
+    """A rank for sorting misses: the most specific reason first, then those about a left operand."""
+    last = (
+        *(reasons.ROWS_CONTRACTED, reasons.GATHER_IS_RIGHT_OPERAND, reasons.GATHERED_SCALE),
+        *(reasons.PRODUCT_GATHERED, reasons.OUTSIDE_GRAPH, reasons.NO_MATMUL),
+    )
+    if miss.refusal.reason in last:
+        return 2 + last.index(miss.refusal.reason)
+    return int(miss.refusal.reason is not reasons.QUANTIZED_AFTER_GATHER)
+
+
+def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
+    """Why a gather that feeds no provable matmul does not, if it reaches one at all.
+
+    `refused` says of nodes why they cannot be computed on the shard.
+    """
+    context, propagation = region.context, region.context.propagation_of(region.gather)
+    reached: list[_Miss] = []
+    scaled: list[_Miss] = []
+    for source, node in propagation.uses():
+        if is_matmul(node):  # matmuls next to a view have been judged
+            continue
+        if near_miss.only_scales(context.scalings, node):
+            scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
+        elif way := context.ways_down.path(node, source):
+            refusal = next((refused[step] for step in way if step in refused), propagation.refused.get(node))
+            reached.append(_Miss(_on_the_way(way, refusal), (*context.sorted(region.views_to([source])), *way)))
+    return reached or scaled[:1] or [_Miss(_goes_elsewhere(context, region.gather, propagation))]
+
+
+def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Propagation) -> Refusal:
+    """The users of a gathered tensor that no matmul takes, or the matmul that it comes from."""
+    way = context.ways_up.path(gather.source, gather.node)
+    if way and not any(map(near_miss.reduces, way)):
+        return Refusal(reasons.PRODUCT_GATHERED, near_miss.names([*way[::-1], gather.node]))
+    if region := next((user for source, user in propagation.uses() if multiplied_by(user, source)), None):
+        return Refusal(reasons.MATMUL_IN_ANOTHER_GRAPH, f"{gather.node.name} is multiplied in {region.name}")
+    users = context.sorted(user for _, user in propagation.uses())
+    return Refusal(near_miss.absent(users, "output"), f"{gather.node.name}: used by {near_miss.callers(users)}")
+
+
+def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
+    """Why a way from a gather to a matmul is not fused: what is known of one of its nodes, or that it computes."""
+    padded = traits_of(way[0]).view is View.PAD and is_matmul(way[1])
+    if padded and pads_at_end(way[0].args[1]):  # type: ignore[arg-type]
+        return Refusal(reasons.MATMUL_PADDED, near_miss.names(way))
+    if refusal is not None and refusal.reason is not reasons.COMPUTED_BETWEEN:
+        return Refusal(refusal.reason, f"{near_miss.names(way)}; {refusal.facts}")
+    quantized = any(near_miss.quantizes(step) for step in way)
+    reason = reasons.QUANTIZED_AFTER_GATHER if quantized else reasons.COMPUTED_BETWEEN
+    return Refusal(reason, near_miss.names(way) + (f"; {refusal.facts}" if refusal else ""))
+
+
+# --- all-to-alls ----------------------------------------------------------------------------------------------
+def _own_piece(gather: Collective, propagation: Propagation, sizes: Sizes) -> fx.Node | None:
+    """The piece that is all of a gathered tensor that this rank uses, where the gather stands for an all-to-all."""
+    group = gather.group.meta.get("val") if isinstance(gather.group, fx.Node) else gather.group
+    rank = compat.rank_in_group(group)
+    if rank is None or value_of(gather.node).device.type != "cpu":
+        return None
+    splits = (node for node in propagation.pieces if traits_of(node).view is View.SPLIT)
+    pieces = (_only_piece(node) for node in splits if _cuts_every_shard(node, gather, propagation, sizes))
+    own = next((piece for piece in pieces if piece is not None and piece.args[1] == rank), None)
+    if own is None or not _is_copied(own):
+        return None
+    kept = {own, *views_of([own])}
+    return own if all(source in kept for source, _ in propagation.uses()) else None
+
+
+def _cuts_every_shard(split: fx.Node, gather: Collective, propagation: Propagation, sizes: Sizes) -> bool:
+    """True for a split of all that is gathered, across the shards, into one equal piece for each rank."""
+    whole, pieces = split.args[0], split.meta["val"]
+    block = product(sizes.of(value_of(gather.input)))
+    found = locate_ranks(propagation.maps[whole], block, gather.group_size)  # type: ignore[index]
+    if not isinstance(found, RankPlacement) or len(pieces) != gather.group_size:
+        return False
+    before, after = sizes.of(value_of(whole)), [sizes.of(piece) for piece in pieces]
+    cut = [axis for axis, size in enumerate(before) if not same(size, after[0][axis])]
+    equal = all(same(a, b) for other in after[1:] for a, b in zip(after[0], other, strict=True))
+    return equal and len(cut) == 1 and cut[0] != found.dim
+
+
+def _only_piece(split: fx.Node) -> fx.Node | None:
+    """The one piece of a split that is taken."""
+    items = [user for user in split.users if op_name(user) == "getitem"]
+    taken = [item for item in items if item.users]
+    return taken[0] if len(taken) == 1 and len(items) == len(split.users) else None
+
+
+def _is_copied(piece: fx.Node) -> bool:
+    """True for a piece that is contiguous, or only used as a contiguous copy: that is how DTensor returns it."""
+    value = tensor_of(piece)
+    copies = (traits_of(user).view is View.SAME and traits_of(user).copies for user in piece.users if not is_size(user))
+    return value is not None and (compat.is_contiguous(value) or all(copies))

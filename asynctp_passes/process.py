@@ -1,0 +1,115 @@
+"""asynctp in every compile of a process, for programs that let nobody choose a backend.
+
+asynctp_passes.enable(Config(strict="all"))      all that Inductor compiles from now on
+with asynctp_passes.enable(): ...                in this block
+asynctp_passes.disable()                         not any more
+
+The program's `torch.compile` keeps its backend, `"inductor"` by name or by default. A backend that is not Inductor is
+left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+from asynctp_passes import compat
+from asynctp_passes.backend import AsyncTPPass, compile_graph, own_passes, runs_passes, with_passes
+from asynctp_passes.config import Config, ConfigError
+
+__all__ = ["Enabled", "disable", "enable"]
+
+log = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+_current: _Current | None = None
+
+
+@dataclass(frozen=True)
+class _Current:
+    config: Config
+    end: Callable[[], None]
+
+
+class Enabled:
+    """asynctp in this process. As a context manager it ends with the block that began it.
+
+    Attributes:
+        config: The configuration.
+    """
+
+    def __init__(self, config: Config, began: bool) -> None:
+        self.config = config
+        self._began = began
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._began:
+            disable()
+
+
+def enable(config: Config | None = None) -> Enabled:
+    """Have asynctp work on all that Inductor compiles in this process from now on, in any thread.
+
+    Functions that are compiled already stay as they are. A second call with the same configuration changes nothing.
+
+    Args:
+        config: The configuration; the environment's and the defaults when None.
+
+    Returns:
+        A context manager, which ends it; it may be ignored.
+
+    Raises:
+        ConfigError: The environment has a bad value; it is enabled with another configuration; or Inductor's options
+            have a pass of asynctp's already.
+    """
+    global _current
+    config = Config.given(config)
+    with _lock:
+        if _current is not None:
+            if _current.config == config:
+                return Enabled(config, began=False)
+            raise ConfigError(
+                f"asynctp: enable() is not valid with {config}: the process has {_current.config}; call "
+                "asynctp_passes.disable() before"
+            )
+        if present := own_passes():
+            raise ConfigError(
+                f"asynctp: enable() is not valid where torch._inductor.config has {type(present[0]).__name__} already; "
+                "take that out, or leave enable() out"
+            )
+        end = compat.route_inductor(
+            lambda gm, inputs, patches: compile_graph(gm, inputs, config, patches),
+            lambda patches: with_passes(patches, AsyncTPPass(config)),
+            _leave_alone,
+        )
+        _current = _Current(config, end)
+    log.info("asynctp: enabled in all that Inductor compiles in this process")
+    return Enabled(config, began=True)
+
+
+def disable() -> None:
+    """Leave alone what is compiled from now on; without `enable` before, do nothing."""
+    global _current
+    with _lock:
+        if _current is not None:
+            _current.end()
+        _current = None
+
+
+def _leave_alone(patches: dict[str, object]) -> bool:
+    """Warn of a compile in which Inductor runs no passes."""
+    if runs_passes(patches):
+        return False
+    log.warning(
+        "asynctp: %s is left alone: mode='lite', or use_post_grad_passes=False, has Inductor run no passes",
+        compat.compile_name(),
+    )
+    return True

@@ -1,0 +1,178 @@
+"""Make the nodes of a rewrite, each with a fake tensor, an origin and its place between in-place operations."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat
+from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.nodes import value_of
+from asynctp_passes.ir.sizes import Size, SizeExpression, Sizes, express, same
+from asynctp_passes.ir.traversal import segments
+from asynctp_passes.layout.placement import Rearrangement
+from asynctp_passes.matching.chains import Bucket, Chain
+from asynctp_passes.planning.plan import Plan
+
+__all__ = ["INHERITED", "Builder", "RewriteState"]
+
+_aten = torch.ops.aten
+INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
+"""Entries of `meta` that a new node takes from the node that it stands for."""
+
+
+@dataclass
+class RewriteState:
+    """A graph while it is rewritten.
+
+    Attributes:
+        graph: The graph.
+        plan: All that is done to it.
+        sizes: The sizes of its tensors.
+        segment: Between which in-place operations each node belongs, new ones too.
+        kept: The gathers that every rank keeps.
+        moved: The node that stands for one that was replaced: the result of one chain is often the input of the next.
+        items: For the tensors of collectives of several, the marks of their places.
+        fused: The fused op of each collective and matmul that became part of one.
+        starts: For each fused op, the first node of its chain that communicates.
+    """
+
+    graph: fx.Graph
+    plan: Plan
+    sizes: Sizes
+    segment: dict[fx.Node, int]
+    kept: frozenset[fx.Node]
+    moved: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    items: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    fused: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    starts: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: fx.Graph, plan: Plan) -> RewriteState:
+        """The state before the first edit."""
+        kept = frozenset(gather.node for gather in plan.kept)
+        return cls(graph, plan, plan.context.sizes, segments(graph), kept)
+
+    def is_kept(self, collective: Collective) -> bool:
+        """True for a gather that every rank keeps."""
+        return collective.node in self.kept
+
+
+class Builder:
+    """Makes nodes for one chain in front of `anchor`, each with a fake tensor and the origin of the chain.
+
+    Attributes:
+        made: The nodes, in the order in which they were made.
+        late: Those of them that may come late.
+    """
+
+    def __init__(self, state: RewriteState, chain: Chain | Bucket, anchor: fx.Node) -> None:
+        self.state = state
+        self.graph = state.graph
+        self.sizes = state.sizes
+        self.collective = chain.collective
+        self.made: list[fx.Node] = []
+        self.late: list[fx.Node] = []
+        self._anchor = anchor
+        self._sources = state.sizes.sources([self.now(node) for node in chain.inputs])
+        self._fake = value_of(chain.inputs[0])
+
+    def now(self, node: fx.Node) -> fx.Node:
+        """The node that stands for a node of the original graph now."""
+        while node in self.state.moved:
+            node = self.state.moved[node]
+        return node
+
+    def replace(self, old: fx.Node, new: fx.Node, *, unless: Container[fx.Node] = ()) -> None:
+        """Give `new` to the users of `old`, but for those in `unless`, which are about to go."""
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in unless)
+        self.state.moved[old] = new
+
+    def call(
+        self,
+        target: Callable[..., Any],
+        *args: Any,
+        like: fx.Node | None = None,
+        before: fx.Node | None = None,
+        computes: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> fx.Node:
+        """A call of `target`; its value is computed on fake tensors, by `computes` where `target` cannot."""
+        with self.graph.inserting_before(before or self._anchor):
+            node = self.graph.call_function(target, args, kwargs)
+        origin = like or self.collective.node
+        node.meta.update({key: origin.meta[key] for key in INHERITED if key in origin.meta})
+        self.evaluate(node, computes)
+        self.state.segment[node] = self.state.segment[self._anchor]
+        self.made.append(node)
+        return node
+
+    def evaluate(self, node: fx.Node, computes: Callable[..., Any] | None = None) -> None:
+        """Compute the value of a call on fake tensors, by `computes` where its target cannot."""
+        assert callable(node.target)
+        with compat.without_guards(self._fake):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
+            node.meta["val"] = (computes or node.target)(*args, **kwargs)
+
+    def shape(self, node: fx.Node) -> tuple[Size, ...]:
+        """The sizes of a node's tensor."""
+        return self.sizes.of(value_of(node))
+
+    def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
+        """`node` with another shape; the node itself when it has that shape."""
+        old = self.shape(node)
+        if len(old) == len(shape) and all(same(a, b) for a, b in zip(old, shape, strict=True)):
+            return node
+        return self.call(_aten.reshape.default, node, self._lengths(shape))
+
+    def permute(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
+        """`node` with dimensions reordered; the node itself when the order is the identity."""
+        return node if list(order) == list(range(len(order))) else self.call(_aten.permute.default, node, list(order))
+
+    def rearranged(self, node: fx.Node, way: Rearrangement) -> fx.Node:
+        """Reshape and permute, unless nothing moves."""
+        return node if way.is_reshape else self.permute(self.reshape(node, way.sizes), way.order)
+
+    def first_rows(self, node: fx.Node, count: int) -> fx.Node:
+        """The first rows of a matrix; the node itself when it has no more."""
+        if same(self.shape(node)[0], count):
+            return node
+        return self.call(_aten.slice.Tensor, node, 0, 0, count)
+
+    def bitcast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """`node` seen as another dtype of the same size; the node itself when it has that dtype."""
+        return node if value_of(node).dtype == dtype else self.call(_aten.view.dtype, node, dtype)
+
+    def contiguous(self, node: fx.Node) -> fx.Node:
+        """`node` in row-major memory; the node itself when it is."""
+        if compat.is_contiguous(value_of(node)):
+            return node
+        return self.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def one(self) -> fx.Node:
+        """The fp32 number 1, on the device of the chain."""
+        return self.call(_aten.full.default, [], 1.0, dtype=torch.float32, device=self._fake.device)
+
+    def size(self, size: Size) -> int | fx.Node:
+        """An integer, or a node that computes a symbolic size from the sizes of the chain's inputs."""
+        plan = express(size, self._sources)
+        assert plan is not None, f"checked before: an input of {self.collective.node.name} carries the size {size}"
+        return self._compute(plan)
+
+    def _compute(self, plan: SizeExpression) -> int | fx.Node:
+        if isinstance(plan, int):
+            return plan
+        kind, left, right = plan
+        if kind == "of":
+            return left.node if left.axis is None else self.call(_aten.sym_size.int, left.node, left.axis)
+        return self.call(getattr(operator, kind), self._compute(left), self._compute(right))
+
+    def _lengths(self, shape: Sequence[Size]) -> list[Any]:
+        """Sizes as reshape takes them: integers, at most one -1, and nodes for what else is symbolic."""
+        symbolic = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
+        return [-1 if axis in symbolic[:1] else self.size(size) for axis, size in enumerate(shape)]

@@ -1,0 +1,136 @@
+"""Make collectives without a matmul asynctp's own: in place, or anew as one of a single tensor along dim 0.
+
+(x, y) → all_reduce_coalesced → wait+         becomes   x → all_reduce → wait,   y → all_reduce → wait
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat, ops
+from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.collectives import left_items
+from asynctp_passes.ir.nodes import arguments, op_name, tensor_of, value_of
+from asynctp_passes.ir.sizes import divided
+from asynctp_passes.matching.chains import Bucket
+from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
+from asynctp_passes.planning.legality import on_wire
+from asynctp_passes.rewriting.builder import Builder, RewriteState
+from asynctp_passes.rewriting.cleanup import erase_unused, shared_by
+from asynctp_passes.rewriting.places import mark_items
+
+__all__ = ["IN_FLIGHT", "emit_alone", "emit_left_items", "keep_option", "leave_sms"]
+
+_c10d = torch.ops._c10d_functional
+IN_FLIGHT = {
+    "all_gather": torch.ops.asynctp.all_gather.default,
+    "reduce_scatter": torch.ops.asynctp.reduce_scatter.default,
+    "all_reduce": torch.ops.asynctp.all_reduce.default,
+}
+"""The ops of asynctp, by kind."""
+_TORCHS = {
+    "all_gather": _c10d.all_gather_into_tensor.default,
+    "reduce_scatter": _c10d.reduce_scatter_tensor.default,
+    "all_reduce": _c10d.all_reduce.default,
+}
+
+
+def emit_left_items(state: RewriteState) -> None:
+    """Mark the place of each tensor of collectives of several, and emit those tensors that nothing takes."""
+    several = [one for chain in state.plan.chains for one in chain.collectives] + state.plan.alone
+    for call in dict.fromkeys(one.call for one in several if one.call is not None):
+        marks = mark_items(state, call)
+        for index, item in left_items(call).items():  # they would go with those that are taken in
+            _emit(Builder(state, Bucket((item,), call), marks[index]), item)
+
+
+def emit_alone(state: RewriteState) -> None:
+    """Emit each of the plan's collectives without a matmul, then erase the nodes that they were."""
+    old: set[fx.Node] = set()
+    shared: dict[fx.Node, None] = {}
+    for collective in state.plan.alone:
+        place = state.items.get(collective.node, collective.start)
+        shares = shared_by((collective,))
+        build = Builder(state, Bucket((collective,), place), place)
+        _emit(build, collective)
+        if build.made:  # else it stays where it is, and has become ours
+            old |= {*collective.nodes, *shares, *(() if collective.call is None else collective.call.users)}
+            shared |= dict.fromkeys(shares)
+    old &= {*state.graph.nodes}  # with a chain goes an item beside it that nothing uses
+    erase_unused(state.graph, old, shared)
+
+
+def _emit(build: Builder, collective: Collective) -> None:
+    """Make a collective one of a single tensor, along dim 0, by asynctp's op where that goes by its transport.
+
+    Torch's own stay where they are, and become ours; others give way to new nodes, and so do items of several.
+    """
+    state, node, value = build.state, collective.node, tensor_of(collective.node)
+    torchs = op_name(node).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
+    if collective.call is None and torchs and value is not None and compat.is_contiguous(value):
+        leave_sms(collective, state.is_kept(collective))
+        return
+    ours = collective.group_key in state.plan.wire and on_wire(collective)
+    kept = keep_option(collective, state.is_kept(collective)) if ours else {}
+    op = (IN_FLIGHT if ours else _TORCHS)[collective.kind]
+    done = build.call(_c10d.wait_tensor.default, build.call(op, *_started_with(build, collective), **kept))
+    if collective.is_unused:
+        return
+    result = _as_it_was(build, collective, done)
+    build.replace(node, result, unless=collective.waits)
+    for wait in collective.waits:
+        build.replace(wait, result)
+
+
+def _started_with(build: Builder, collective: Collective) -> list[Any]:
+    """The argument of the op of a single tensor: the ranks' blocks first, in row-major order."""
+    source, dim, ranks = build.now(collective.source), collective.dim, collective.group_size
+    if collective.kind == "reduce_scatter" and dim:
+        own = build.shape(source)
+        blocks = build.reshape(source, (*own[:dim], ranks, divided(own[dim], ranks), *own[dim + 1 :]))
+        source = build.permute(blocks, [dim, *(axis for axis in range(len(own) + 1) if axis != dim)])
+    reduction = [collective.reduce_op] if collective.kind != "all_gather" else []
+    size = [ranks] if collective.kind != "all_reduce" else []
+    return [build.contiguous(source), *reduction, *size, collective.group]
+
+
+def _as_it_was(build: Builder, collective: Collective, done: fx.Node) -> fx.Node:
+    """The result of such an op, with the ranks in their dimension, and strides as the program's collective had them."""
+    value, dim, own = value_of(collective.node), collective.dim, build.shape(collective.source)
+    if collective.kind == "all_gather" and dim:
+        ranks_first = build.reshape(done, (collective.group_size, *own))
+        order = [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)]
+        done = build.permute(ranks_first, order)
+    done = build.contiguous(build.reshape(done, build.shape(collective.node)))
+    if compat.is_contiguous(value):
+        return done
+    axes = compat.axes_by_stride(value)
+    assert axes is not None, "`can_be_alone` lets no other through"
+    back = [axes.index(axis) for axis in range(len(axes))]
+    return build.permute(build.contiguous(build.permute(done, axes)), back)
+
+
+def leave_sms(collective: Collective, kept_by_all: bool = True) -> None:
+    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it.
+
+    kept_by_all: Of a gather, whether every rank keeps it.
+    """
+    node, values = collective.node, arguments(collective.node)
+    reduction = (collective.reduce_op,) if collective.kind != "all_gather" else ()
+    size = (collective.group_size,) if collective.kind != "all_reduce" else ()
+    node.target = IN_FLIGHT[collective.kind]
+    node.args, node.kwargs = (
+        (values["input"], *reduction, *size, collective.group),
+        keep_option(collective, kept_by_all),
+    )
+    node.meta.pop("eager_input_vals", None)  # of torch's op: Inductor would lay out its inputs by them
+
+
+def keep_option(collective: Collective, kept_by_all: bool) -> dict[str, Any]:
+    """The argument of a gather that tells whether every rank keeps it, where it goes by a transport of asynctp's."""
+    if collective.kind != "all_gather" or not ops.on_wire(value_of(collective.source).device.type):
+        return {}
+    return {"all_keep": kept_by_all}

@@ -1,0 +1,202 @@
+"""Make the fused op of a gather's chain, and give its results to the users of the matmuls and of the gather.
+
+shard → all_gather → wait → view* → mm+       becomes   shard → view? → all_gather_matmul → view → ...
+shard → all_gather → wait → op* → mm+         becomes   shard → op* → view? → all_gather_matmul → view → ...
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from asynctp_passes.ir.calls import ScaledOptions, nodes_of
+from asynctp_passes.ir.matmuls import added_matrix
+from asynctp_passes.ir.nodes import value_of
+from asynctp_passes.ir.sizes import Size, product, same
+from asynctp_passes.layout.placement import GatherPlacement
+from asynctp_passes.matching.chains import GatherChain
+from asynctp_passes.rewriting.builder import Builder
+from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
+from asynctp_passes.rewriting.emit_alone import keep_option
+from asynctp_passes.rewriting.emit_on_shard import finish_side_gathers, parts_on_shard, start_side_gathers
+from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale, shape_of_scales
+
+__all__ = ["emit_gather"]
+
+_aten = torch.ops.aten
+
+
+def emit_gather(build: Builder, chain: GatherChain) -> fx.Node:
+    """The fused op of a chain; its results have taken the places of those of the matmuls and of the gather."""
+    parts = parts_on_shard(build, chain)
+    shard = parts[chain.collective.node if chain.hoist is None else chain.hoist.operand]
+    shard = build.bitcast(shard, value_of(chain.matmuls[0].a).dtype)
+    shard, gather_dim = _shard_as_op_wants(build, chain, shard)
+    side_gathers = start_side_gathers(build, chain, parts)
+    op = _call_gather(build, chain, shard, gather_dim, parts)
+    for index, matmul in enumerate(chain.matmuls):
+        out = build.call(operator.getitem, op, index, like=matmul.node)
+        out = build.reshape(_rows_in_place(build, chain, out), build.shape(matmul.node))
+        if (added := added_matrix(matmul.node)) is not None:
+            out = build.call(_aten.add.Tensor, out, build.now(added), like=matmul.node, before=matmul.node)
+        build.replace(matmul.node, out)
+    last = len(chain.matmuls)
+    if chain.returned is not None:
+        _return_gathered(build, chain, chain.returned, build.call(operator.getitem, op, last))
+        last += 1
+    passenger = None if chain.whole_passenger is None else build.call(operator.getitem, op, last)
+    if chain.passenger is not None and passenger is not None:
+        passenger = _rows_in_place(build, chain, passenger)
+        build.replace(chain.passenger.end, build.reshape(passenger, build.shape(chain.passenger.end)))
+    if chain.hoist is not None:
+        finish_side_gathers(build, chain.hoist, side_gathers, passenger)
+    read_sizes_elsewhere(build, chain)
+    return op
+
+
+def _shard_as_op_wants(build: Builder, chain: GatherChain, shard: fx.Node) -> tuple[fx.Node, int]:
+    """Bring the shard into the form [outer, inner, width] (rows) or [outer, width] (contraction); and its gather dim.
+
+    A shard whose own dimensions are grouped that way is taken as it is, which leaves its strides alone.
+    """
+    place, own, scaled = _placement_as_sent(chain), build.shape(shard), chain.matmuls[0].scaled
+    tall = scaled is not None and scaled.of_a.rows > 1  # blocks of rows, which are in one dimension then
+    if place.shard.is_reshape and len(own) > 1 and same(own[-1], place.width) and (len(own) == 2 or not tall):
+        if place.axis == "contraction":
+            return shard, len(own) - 1
+        for axis in reversed(range(len(own) - 1)):
+            if same(product(own[:axis]), place.outer):
+                return shard, axis
+    shard = build.rearranged(shard, place.shard)
+    if place.axis == "contraction":
+        return build.reshape(shard, (place.outer, place.width)), 1
+    if same(place.outer, 1):
+        return build.reshape(shard, (place.inner, place.width)), 0
+    return build.reshape(shard, (place.outer, place.inner, place.width)), 1
+
+
+def _call_gather(
+    build: Builder,
+    chain: GatherChain,
+    shard: fx.Node,
+    gather_dim: int,
+    parts: dict[fx.Node, fx.Node],
+) -> fx.Node:
+    """The fused op: it returns a list of one product per matmul, then the gathered tensor if others use it."""
+    gather, matmuls = chain.collective, chain.matmuls
+    kept = keep_option(gather, build.state.is_kept(gather))
+    bs, biases = [right_operand(build, matmul) for matmul in matmuls], [row_bias(build, matmul) for matmul in matmuls]
+    scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
+    ending = (chain.returned is not None, gather.group_size, gather.group)
+    if not scaled:
+        return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending, **kept)
+    scale = _gather_scale(build, chain, shard, gather_dim, parts)
+    b_scales = [column_scale(build, one) for one in scaled]
+    options = (chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
+    passenger = (
+        [] if chain.whole_passenger is None else [_passenger_part(build, chain, shard, parts[chain.whole_passenger])]
+    )
+    return build.call(
+        torch.ops.asynctp.all_gather_scaled_matmul.default,
+        *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending, *passenger),
+        **kept,
+    )
+
+
+def _passenger_part(build: Builder, chain: GatherChain, shard: fx.Node, part: fx.Node) -> fx.Node:
+    """The passenger's numbers, one per row in the shard's own dimensions."""
+    if chain.passenger is not None:
+        part = _part_as_sent(build, chain, build.rearranged(part, chain.passenger.placement.shard), 1)
+    return build.reshape(part, [*build.shape(shard)[:-1], 1])
+
+
+def _part_as_sent(build: Builder, chain: GatherChain, part: fx.Node, numbers: int) -> fx.Node:
+    """Numbers of a shard's rows, so many to each, moved from the operand's order to that of the shard itself."""
+    rows = chain.placement.row_order
+    if chain.hoist is not None or chain.placement.shard.is_reshape or rows is None:
+        return part
+    sizes = [*(rows.sizes[axis] for axis in rows.order), numbers]
+    order = [*(rows.order.index(axis) for axis in range(len(rows.order))), len(rows.order)]
+    return build.permute(build.reshape(part, sizes), order)
+
+
+def _gather_scale(
+    build: Builder, chain: GatherChain, shard: fx.Node, gather_dim: int, parts: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """The scale of A: one number, or per row or block in the shard's (or the gathered tensor's) own dimensions."""
+    scaled, own = chain.matmuls[0].scaled, list(build.shape(shard))
+    assert scaled is not None
+    if chain.whole_scale is not None and chain.scale_placement is not None:
+        part = build.bitcast(parts[chain.whole_scale], torch.float32)
+        part = _part_as_sent(build, chain, build.rearranged(part, chain.scale_placement.shard), scaled.of_a.numbers)
+        return build.reshape(part, shape_of_scales(own, scaled))
+    if gather_dim < len(own) - 1:
+        own[gather_dim] = own[gather_dim] * chain.collective.group_size
+    if chain.placement.shard.is_reshape or chain.hoist is not None or same(product(_shape_of_scale(build, scaled)), 1):
+        return row_scale(build, scaled, own)
+    rows = row_scale(build, scaled, (product(own[:-1]), own[-1]))
+    return build.reshape(_rows_in_place(build, chain, rows, back=True), shape_of_scales(own, scaled))
+
+
+def _shape_of_scale(build: Builder, scaled: ScaledOptions) -> Sequence[Size]:
+    return build.shape(build.now(scaled.given_a_scale))
+
+
+def _return_gathered(build: Builder, chain: GatherChain, returned: fx.Node, full: fx.Node) -> None:
+    """Give the gathered tensor to its other users.
+
+    Users of the matmuls' one operand take the returned tensor as it is, reshaped, or copied. When there are others, the
+    collective's own result is rebuilt from it and the views stay, so that the same tensors share memory as before.
+    """
+    results = chain.collective.results
+    if returned not in results:
+        if not set(nodes_of(chain.matmuls)).issuperset(returned.users):
+            whole = build.reshape(_rows_in_place(build, chain, full), build.shape(returned))
+            build.replace(returned, whole, unless=nodes_of(chain.matmuls))
+        for node in () if chain.hoist is None else chain.hoist.copies:
+            build.replace(node, build.call(_aten.clone.default, build.reshape(full, build.shape(node))))
+        return
+    whole = _as_collective_result(build, chain, full)
+    for node in results:
+        build.replace(node, whole, unless=results)
+
+
+def _as_collective_result(build: Builder, chain: GatherChain, full: fx.Node) -> fx.Node:
+    """The gathered tensor as the collective returned it: the shard's own dimensions, and the ranks before `dim`."""
+    collective, way = chain.collective, _placement_as_sent(chain).shard
+    ranks, dim, own = collective.group_size, collective.dim, build.shape(chain.shard)
+    sizes, leading = [way.sizes[axis] for axis in way.order], way.lengths[0]
+    whole = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
+    side_gathers = len(own) == len(way.sizes) and all(same(a, b) for a, b in zip(own, way.sizes, strict=True))
+    order = [axis + (axis >= leading) for axis in (way.order.index(axis) for axis in range(len(way.order)))]
+    order.insert(dim if side_gathers else 0, leading)
+    whole = build.permute(whole, order)
+    if dim and not side_gathers:
+        whole = build.reshape(whole, (ranks, *own))
+        whole = build.permute(whole, [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)])
+    whole = build.reshape(build.contiguous(whole), build.shape(collective.node))
+    return build.bitcast(whole, value_of(collective.node).dtype)
+
+
+def _rows_in_place(build: Builder, chain: GatherChain, whole: fx.Node, *, back: bool = False) -> fx.Node:
+    """Bring rows as they were sent to where the operand has them; or `back`, from there to how they are sent."""
+    place, rows = chain.placement, chain.placement.row_order
+    if chain.hoist is not None or place.shard.is_reshape or rows is None:
+        return whole
+    width, ranks = build.shape(whole)[-1], [chain.collective.group_size] if place.axis == "rows" else []
+    sizes, first = [*ranks, *rows.sizes, width], len(ranks)
+    order = [first + axis for axis in rows.order]
+    if ranks:
+        order.insert(place.shard.lengths[0], 0)
+    order.append(len(sizes) - 1)
+    if back:
+        sizes, order = [sizes[axis] for axis in order], [order.index(axis) for axis in range(len(order))]
+    return build.reshape(build.permute(build.reshape(whole, sizes), order), (product(sizes[:-1]), width))
+
+
+def _placement_as_sent(chain: GatherChain) -> GatherPlacement:
+    """Where the fused op's rows are: the shard travels as the collective has it, and what is hoisted as it is taken."""
+    return chain.placement if chain.hoist is not None else chain.placement.as_sent

@@ -1,0 +1,167 @@
+"""`enable` and `disable`: asynctp in programs that choose Inductor themselves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compiled_training import start
+from ranks import imagined_ranks
+from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor
+
+import asynctp_passes
+from asynctp_passes import Config, ConfigError, ExpectError
+
+OFF = Config(strict="off", agree=False)
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of two, of which this process is the first; no reports, no compiled code, empty caches."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    start()
+    with imagined_ranks(2), torch._inductor.config.patch(fallback_by_default=True):
+        yield
+    asynctp_passes.disable()
+    torch._dynamo.reset()
+
+
+def program(x: Tensor, w: Tensor) -> Tensor:
+    return all_gather_tensor(x, 0, dist.group.WORLD) @ w
+
+
+def fused_by(compiled: Any, **inputs: Any) -> int:
+    """How many chains are fused in what is compiled for new inputs."""
+    torch._dynamo.reset()
+    asynctp_passes.clear_reports()
+    compiled(torch.ones(4, 16, **inputs), torch.ones(16, 8, **inputs))
+    return sum(len(report.fused) for report in asynctp_passes.reports())
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        torch.compile(program),
+        torch.compile(program, backend="inductor"),
+        torch.compile(program, options={"max_autotune": False}),
+    ],
+    ids=["default", "by name", "with options"],
+)  # fmt: skip
+def test_what_inductor_compiles_is_fused_until_it_ends(compiled: Any) -> None:
+    assert fused_by(compiled) == 0
+    asynctp_passes.enable(OFF)
+    assert fused_by(compiled) == 1
+    asynctp_passes.disable()
+    assert fused_by(compiled) == 0
+
+
+def test_other_threads_too() -> None:
+    """Inductor's options are each thread's own since torch 2.12, and a GPU's backward is compiled in autograd's."""
+    found = []
+    asynctp_passes.enable(OFF)
+    thread = threading.Thread(target=lambda: found.append(fused_by(torch.compile(program))))
+    with torch._inductor.config.patch(fallback_by_default=True):
+        thread.start()
+        thread.join()
+    assert found == [1]
+
+
+def test_backward_too() -> None:
+    with asynctp_passes.enable(OFF):
+        torch._dynamo.reset()
+        asynctp_passes.clear_reports()
+        x, w = torch.ones(4, 16, requires_grad=True), torch.ones(16, 8, requires_grad=True)
+        torch.compile(program)(x, w).sum().backward()
+    phases = {report.phase: len(report.fused) for report in asynctp_passes.reports()}
+    assert phases == {"forward": 1, "backward": 1}
+
+
+def test_a_block_ends_what_it_began() -> None:
+    compiled = torch.compile(program)
+    with asynctp_passes.enable(OFF):
+        with asynctp_passes.enable(OFF) as inner:
+            assert inner.config == OFF
+        assert fused_by(compiled) == 1
+    assert fused_by(compiled) == 0
+
+
+def test_twice_is_once() -> None:
+    asynctp_passes.enable(OFF)
+    asynctp_passes.enable(OFF)
+    assert fused_by(torch.compile(program)) == 1
+    asynctp_passes.disable()
+    asynctp_passes.disable()
+    assert fused_by(torch.compile(program)) == 0
+
+
+def test_our_own_backend_beside_it_keeps_its_configuration() -> None:
+    """It expects two chains, which the process does not; its pass runs once."""
+    asynctp_passes.enable(OFF)
+    assert fused_by(torch.compile(program, backend="asynctp", options={"expect": 1, "agree": False})) == 1
+    with pytest.raises(Exception) as raised:  # noqa: PT011 (Inductor wraps it)
+        fused_by(torch.compile(program, backend="asynctp", options={"expect": 2, "agree": False}))
+    assert isinstance(getattr(raised.value, "inner_exception", raised.value), ExpectError)
+
+
+def test_passes_of_the_users_run_too() -> None:
+    seen = []
+    asynctp_passes.enable(OFF)
+    with torch._inductor.config.patch(post_grad_custom_post_pass=seen.append):
+        assert fused_by(torch.compile(program)) == 1
+    assert len(seen) == 1
+
+
+def test_other_backends_are_left_alone() -> None:
+    asynctp_passes.enable(OFF)
+    assert fused_by(torch.compile(program, backend="aot_eager")) == 0
+
+
+def test_a_compile_without_passes_is_left_alone_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    asynctp_passes.enable(OFF)
+    with caplog.at_level(logging.WARNING, "asynctp_passes"):
+        assert fused_by(torch.compile(program, options={"use_post_grad_passes": False})) == 0
+    assert "is left alone: mode='lite', or use_post_grad_passes=False" in caplog.text
+
+
+def test_ahead_of_time() -> None:
+    """AOTInductor compiles with a compiler of its own inside."""
+    asynctp_passes.enable(OFF)
+    asynctp_passes.clear_reports()
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            return program(x, w)
+
+    exported = torch.export.export(Module(), (torch.ones(4, 16), torch.ones(16, 8)))
+    torch._inductor.aoti_compile_and_package(exported)
+    assert sum(len(report.fused) for report in asynctp_passes.reports()) == 1
+
+
+def test_another_configuration() -> None:
+    asynctp_passes.enable(OFF)
+    with pytest.raises(ConfigError, match=r"the process has .*; call asynctp_passes.disable\(\) before"):
+        asynctp_passes.enable(Config(strict="all"))
+    assert fused_by(torch.compile(program)) == 1
+
+
+@pytest.mark.parametrize("option", ["post_grad_custom_post_pass", "joint_custom_post_pass"])
+def test_a_pass_of_ours_in_inductors_options(option: str) -> None:
+    ours = asynctp_passes.AsyncTPPass if "post_grad" in option else asynctp_passes.RematerializePass
+    with (
+        torch._inductor.config.patch({option: ours(OFF)}),
+        pytest.raises(ConfigError, match=f"has {ours.__name__} already; take that out, or leave enable"),
+    ):
+        asynctp_passes.enable(OFF)
+    assert fused_by(torch.compile(program)) == 0
+
+
+def test_no_configuration() -> None:
+    with pytest.raises(ConfigError, match="config"):
+        asynctp_passes.enable({"strict": "all"})  # type: ignore[arg-type]
