@@ -121,7 +121,8 @@ class _OwnPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
         mesh = compat.mesh_dimensions()
         groups = ",".join(f"{name}:{compat.size_of_group(name)}:{dim}" for name, dim in mesh.items())
         parts = (sources_digest(), str(torch.__version__), self.config.digest(), registry.digest(), runs, groups)
-        return "-".join(parts).encode()
+        drawn = () if self.config.graph_dir is None else (self.config.graph_dir,)  # a graph that is cached is not drawn
+        return "-".join((*parts, *drawn)).encode()
 
 
 class AsyncTPPass(_OwnPass):

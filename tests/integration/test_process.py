@@ -165,3 +165,13 @@ def test_a_pass_of_ours_in_inductors_options(option: str) -> None:
 def test_no_configuration() -> None:
     with pytest.raises(ConfigError, match="config"):
         asynctp_passes.enable({"strict": "all"})  # type: ignore[arg-type]
+
+
+def test_a_graph_that_is_cached_is_drawn_all_the_same(tmp_path: Path) -> None:
+    """A folder for pages is a part of the key: what was compiled without one is compiled again, once."""
+    folder = tmp_path / "pages"
+    fused_by(torch.compile(program, backend="asynctp", options={"agree": False}))
+    drawn = {"agree": False, "graph_dir": str(folder)}
+    for pages in (1, 1):
+        assert fused_by(torch.compile(program, backend="asynctp", options=drawn)) == 1
+        assert len([path for path in folder.glob("*.html") if path.name != "index.html"]) == pages
