@@ -28,7 +28,7 @@ from asynctp_passes import compat
 from asynctp_passes.ops.arguments import group_and_size
 from asynctp_passes.ops.callers import Callers
 from asynctp_passes.ops.calls import OPS, SIGNATURES, Call, GatherCall, ReduceCall
-from asynctp_passes.ops.checks import BLOCK, BLOCKWISE, check, scaling_of
+from asynctp_passes.ops.checks import BLOCK, BLOCKWISE, scaling_of
 from asynctp_passes.ops.plain_collectives import (
     FP8_DTYPES,
     Mover,
@@ -44,8 +44,6 @@ __all__ = [
     "all_gather_matmul",
     "all_gather_scaled_matmul",
     "all_reduce",
-    "check_gather",
-    "check_scatter",
     "gather",
     "gathered_shape",
     "group_and_size",
@@ -263,47 +261,3 @@ matmul_reduce_scatter = _callers.matmul_reduce_scatter
 scaled_matmul_reduce_scatter = _callers.scaled_matmul_reduce_scatter
 matmul_all_reduce = _callers.matmul_all_reduce
 scaled_matmul_all_reduce = _callers.scaled_matmul_all_reduce
-
-
-def check_gather(
-    op: str,
-    a_shard: Tensor,
-    bs: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    gather_dim: int,
-    group_size: int,
-    scales: Any = None,
-    *,
-    sizes: bool = True,
-) -> None:
-    """Check a gather op's arguments, as `checks.check` does those of a call.
-
-    scales: An object with the arguments that only the scaled op has, as attributes.
-    """
-    names = ("a_scale", "b_scales", "gather_a_scale", "out_dtype", "along_shard")
-    scaled = {} if scales is None else {name: getattr(scales, name) for name in names}
-    check(GatherCall(a_shard, bs, biases, "", op, gather_dim, False, group_size, **scaled), sizes=sizes)
-
-
-def check_scatter(
-    op: str,
-    a_parts: Sequence[Tensor],
-    b_parts: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    reduce_op: str,
-    scatter_dim: int,
-    group_size: int,
-    scales: Any = None,
-    *,
-    optional: Any = None,
-    sizes: bool = True,
-) -> None:
-    """Check a scatter op's arguments, as `checks.check` does those of a call.
-
-    scales, optional: Objects with the arguments that only the scaled op has, and the optional ones, as attributes.
-    """
-    given = {} if scales is None else {name: getattr(scales, name) for name in ("a_scales", "b_scales", "out_dtype")}
-    if optional is not None:
-        given |= {name: getattr(optional, name) for name in ("sum_dtype", "added", "factors")}
-    parts = (a_parts, b_parts, biases, "", op, reduce_op, scatter_dim, group_size)
-    check(ReduceCall(*parts, **given), sizes=sizes)
