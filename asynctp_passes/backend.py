@@ -152,6 +152,10 @@ class AsyncTPPass(_OwnPass):
                 asynctp failed on a graph after all ranks had agreed on something.
             GroupError: `groups` names a process group that does not exist here.
         """
+        self.fuse(graph)
+
+    def fuse(self, graph: fx.Graph) -> Report:
+        """Run the pass, and return the report that the sinks were sent. It raises what a call raises."""
         _require_groups(self.config)
         cached: list[Report] = []
         with contained("publish reports of cached graphs"):
@@ -174,6 +178,7 @@ class AsyncTPPass(_OwnPass):
         _publish(report, self.config, before, graph, names=self.names)
         if report.phase == "backward":
             picture.warn_of_nothing(self.config, backward=True)
+        return report
 
 
 class RematerializePass(_OwnPass):

@@ -32,7 +32,7 @@ ROWS = (
     ("backend",),
     ("process", "reference"),
     ("__init__",),
-    ("torchtitan",),
+    ("torchtitan", "vllm"),
     ("tools",),
     ("__main__",),
 )
@@ -76,6 +76,7 @@ PRIVATE_TORCH = {
     "tools/bench": {"torch.ops._c10d_functional"},
     "ops/collectives": {"torch.ops._c10d_functional"},
     "tools/demo/recipe": {"torch.ops._c10d_functional"},
+    "vllm": {"torch.ops._C"},
     # Programs for the reader, as users write them.
     "tools/reason_programs": {
         "torch._scaled_mm",
