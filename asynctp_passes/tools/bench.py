@@ -358,9 +358,8 @@ class Call:
                 returned = self.call.return_a_full
                 full, outs = intree.fused_all_gather_matmul(a, self.bs, self.dim, self.group, return_A=returned)
             return [*outs, full] if self.call.return_a_full else list(outs)
-        fits = (a.ndim == 2 or not self.scaled) and self.call.added is None
-        plain = plain and self.call.sum_dtype is None and self.call.factors is None
-        if "reduce_scatter" in self.op and plain and count == 1 and fits:
+        fits = plain and count == 1 and (a.ndim == 2 or not self.scaled)
+        if "reduce_scatter" in self.op and fits and not self.call.given():
             how = self.call.reduce_op
             if not self.scaled:
                 return [intree.fused_matmul_reduce_scatter(a, self.bs[0], how, self.dim, self.group)]
