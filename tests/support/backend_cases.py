@@ -770,7 +770,7 @@ OF_KINDS_SHOWN = (
     "block_bfloat16_batch_2",  # autocast
     "no_grad",  # inference_mode, quantized_by_rows
     "checkpoint_of_dtensor_block",  # checkpoint_of_dtensors, checkpoint_of_dtensor_attention
-    "selective_checkpoint_of_dtensors",  # selective_checkpoint_of_dtensor_block
+    "selective_checkpoint_of_dtensor_block",  # selective_checkpoint_of_dtensors
     "block_compiled_on_one_rank",  # compile_on_one_rank
 )
 CASES = tuple(
