@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS, IMAGES = ROOT / "docs" / "results", ROOT / "docs" / "images"
 #: machine, date, table, and the sizes that are drawn
 STEPS = (
-    ("4 × H200\n2026-11-22", "2026-11-22-h200x4/e2e.txt", ("70b",)),
+    ("4 × H200\n2026-11-22", "2026-11-22-h200x4/e2e.txt", ("70b", "8b")),
     ("2 × H100\n2026-11-25", "2026-11-25-h100x2/e2e.txt", ("70b", "8b")),
     ("4 × H100\n2026-11-27", "2026-11-27-h100x4/e2e.txt", ("70b",)),
 )
