@@ -17,11 +17,23 @@ _LOADED = re.compile(r"""<(?:script|link|img)\b[^>]*\s(?:src|href)=["']?(?:https
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add a page with the source of each example."""
+    """Add a page with the source of each example, and the notebook as a page."""
     for example in sorted((ROOT / "examples").glob("*.py")):
         page = f"# {example.name}\n\n```python\n{example.read_text(encoding='utf-8')}```\n"
         files.append(File.generated(config, f"code/{example.stem}.md", content=page))
+    for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        files.append(File.generated(config, f"code/{notebook.stem}.md", content="\n\n".join(map(_cell, cells))))
     return files
+
+
+def _cell(cell: dict[str, Any]) -> str:
+    """A cell of a notebook: text, or code and the output that it holds."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        return _LINK.sub(lambda found: found[0].replace("(../docs/", "(../"), source)
+    printed = "".join("".join(output["text"]) for output in cell["outputs"])
+    return f"```python\n{source}\n```" + (f"\n\n```text\n{printed}```" if printed else "")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
