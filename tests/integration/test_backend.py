@@ -353,11 +353,11 @@ def test_strict_raises_on_every_compile(mesh: DeviceMesh) -> None:
 
 # --- caches and reports -----------------------------------------------------------------------------------
 def test_cached_graphs_bring_their_reports(mesh: DeviceMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first = step(mesh)
+    drawn = {**STRICT, "graph_dir": str(tmp_path / "graphs")}
+    first = step(mesh, options=drawn)
     assert hits() == (0, 0)
-    sinks = {"report_file": str(tmp_path / "new" / "reports"), "graph_dir": str(tmp_path / "graphs")}
     with caplog.at_level(logging.INFO, logger="asynctp_passes"):
-        second = step(mesh, options={**STRICT, **sinks})
+        second = step(mesh, options={**drawn, "report_file": str(tmp_path / "new" / "reports")})
     assert hits() == (2, PLAIN_HITS)
     assert [report.from_cache for report in (*first, *second)] == [False, False, True, True]
     assert [report.remarks for report in first] == [report.remarks for report in second]
