@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compiled_training import GATHERS_ALONG_ANY, start
-from ranks import imagined_ranks
+from compiled_training import GATHERS_ALONG_ANY, pair_in_one_process
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,13 +29,10 @@ X, W, V = torch.ones(4, 16), torch.ones(16, 8), torch.ones(8, 16)
 
 
 @pytest.fixture(autouse=True)
-def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A group of two, of which this process is the first; no reports, no compiled code, empty caches."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    start()
-    with imagined_ranks(2), torch._inductor.config.patch(fallback_by_default=True):
+def two_ranks(tmp_path: Path) -> Iterator[None]:
+    """A group of two, and this process is its first rank."""
+    with pair_in_one_process(tmp_path):
         yield
-    torch._dynamo.reset()
 
 
 def compiled(program: Any, **options: Any) -> Any:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compiled_training import start
-from ranks import imagined_ranks
+from compiled_training import pair_in_one_process
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor
 
@@ -23,14 +22,11 @@ OFF = Config(strict="off", agree=False)
 
 
 @pytest.fixture(autouse=True)
-def two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A group of two, of which this process is the first; no reports, no compiled code, empty caches."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    start()
-    with imagined_ranks(2), torch._inductor.config.patch(fallback_by_default=True):
+def two_ranks(tmp_path: Path) -> Iterator[None]:
+    """A group of two, and this process is its first rank."""
+    with pair_in_one_process(tmp_path):
         yield
     asynctp_passes.disable()
-    torch._dynamo.reset()
 
 
 def program(x: Tensor, w: Tensor) -> Tensor:

@@ -8,14 +8,16 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed._functional_collectives as funcol
+from ranks import imagined_ranks
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -206,6 +208,16 @@ def own_cache(mesh: DeviceMesh) -> AbstractContextManager[Any]:
 
 
 Case = Callable[[DeviceMesh], tuple[Report, ...]]
+
+
+@contextmanager
+def pair_in_one_process(folder: Path) -> Iterator[None]:
+    """A group of two, and this process is its first rank: no reports, no compiled code, no C++, caches in `folder`."""
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(folder)}):
+        start()
+        with imagined_ranks(2), torch._inductor.config.patch(fallback_by_default=True):
+            yield
+        torch._dynamo.reset()
 
 
 def run_cases(rank: int, world_size: int, names: Sequence[str], module: str = "backend_cases") -> dict[str, Outcome]:
