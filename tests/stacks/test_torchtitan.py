@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stack_runs import TWO_RANKS, output_of, run_stack
 
 pytest.importorskip("torchtitan.trainer", reason="torchtitan is not installed: .ci/stacks torchtitan")
 
@@ -45,19 +43,7 @@ def assets(tmp_path: Path) -> Path:
 def trained(folder: Path, *arguments: str) -> dict[str, Any]:
     """Losses of two steps, and the picture of rank 0."""
     out = folder / "out.json"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCTP_")}
-    done = subprocess.run(
-        [*launch, str(PROGRAM), str(out), *ARGUMENTS, *arguments],
-        cwd=folder,
-        env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    output_of(run_stack(PROGRAM, out, *ARGUMENTS, *arguments, launcher=TWO_RANKS, cwd=folder))
     found: dict[str, Any] = json.loads(out.read_text())
     return found
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plugins import write_entry_point
+from stack_runs import TWO_RANKS, output_of, run_stack
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm._C_stable_libtorch") is None:
     pytest.skip("vLLM's wheel for GPUs is not installed: .ci/stacks vllm", allow_module_level=True)
@@ -44,29 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ran(folder: Path, **options: str) -> subprocess.CompletedProcess[str]:
-    """The program on two ranks; `options` are ASYNCTP_* variables."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCTP_")}
-    environment |= {f"ASYNCTP_{name.upper()}": value for name, value in options.items()}
-    for name, places in {"LD_LIBRARY_PATH": [folder], "PYTHONPATH": [folder / "plugin", PROGRAM.parent]}.items():
-        environment[name] = os.pathsep.join(filter(None, [*map(str, places), environment.get(name, "")]))
-    environment["VLLM_CACHE_ROOT"] = str(folder / "cache")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run(
-        [*launch, str(PROGRAM), str(folder)],
-        env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-        stdin=subprocess.DEVNULL,
-    )
-
-
 def results(folder: Path, **options: str) -> Found:
-    """What the ranks wrote."""
-    done = ran(folder, **options)
-    assert done.returncode == 0, done.stdout[-6000:]
+    """What the ranks wrote; `options` are ASYNCTP_* variables."""
+    environment = {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {f"ASYNCTP_{name.upper()}": value for name, value in options.items()}
+    paths = {"LD_LIBRARY_PATH": [folder], "PYTHONPATH": [folder / "plugin", PROGRAM.parent]}
+    output_of(run_stack(PROGRAM, folder, launcher=TWO_RANKS, environment=environment, paths=paths))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

