@@ -1,4 +1,4 @@
-"""The torch.compile backend, and the Inductor passes behind it.
+"""The torch.compile backend, and the Inductor passes that it runs.
 
 torch.compile(model, backend="asynctp")                                          one line
 torch._inductor.config.post_grad_custom_post_pass = AsyncTPPass(Config(...))     for a compiler of one's own
@@ -120,9 +120,9 @@ class _OwnPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
         runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
         mesh = compat.mesh_dimensions()
         groups = ",".join(f"{name}:{compat.size_of_group(name)}:{dim}" for name, dim in mesh.items())
-        parts = (sources_digest(), str(torch.__version__), self.config.digest(), registry.digest(), runs, groups)
-        drawn = () if self.config.graph_dir is None else (self.config.graph_dir,)  # a graph that is cached is not drawn
-        return "-".join((*parts, *drawn)).encode()
+        drawn = self.config.graph_dir or ""  # a graph that is cached is not drawn
+        parts = (sources_digest(), str(torch.__version__), self.config.digest(), registry.digest(), runs, groups, drawn)
+        return "-".join(parts).encode()
 
 
 class AsyncTPPass(_OwnPass):

@@ -33,7 +33,7 @@ from asynctp_passes.ir.records import Ballot
 __all__ = ["LOOKED_AT", "Ledger", "keyed", "kind_of", "lock", "of_group"]
 
 LOOKED_AT = 64
-"""Ranks of a large group of which one is asked how its graphs differ, at most."""
+"""The most ranks of a group that are looked through for one whose graphs differ."""
 
 lock = threading.Lock()
 """Held while ledgers are made or change: ranks may be threads of one process."""

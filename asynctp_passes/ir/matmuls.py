@@ -190,7 +190,7 @@ def _swaps_last_two(node: fx.Node, rank: int) -> bool:
 
 
 def _fit(a: torch.Tensor, right: torch.Tensor, out: torch.Tensor, b_transposed: bool) -> bool:
-    """False for sizes of which a registered matmul, as it was described, would not make these columns."""
+    """False where a registered matmul, as it was described, would not make these columns of such sizes."""
     depth, columns = reversed(right.shape[-2:]) if b_transposed else right.shape[-2:]
     return not differ(a.shape[-1], depth) and not differ(out.shape[-1], columns)
 

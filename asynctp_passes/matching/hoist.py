@@ -32,7 +32,7 @@ __all__ = ["chains_of"]
 
 
 def chains_of(region: ShardRegion, products: Iterable[PlacedMatmul]) -> Iterator[GatherChain]:
-    """Chains, each of the products that one fused op can compute together, of which one may be fused.
+    """Chains, each of the matmuls that one fused op can compute together. At most one of the chains is fused.
 
     Rows are preferred to the contraction, since chunks of rows finish early, then the earlier matmul.
     """

@@ -1,6 +1,6 @@
 """Say why a gather has no chain: the matmuls that its result reaches all the same, and what is on the way. Pure.
 
-A gather may also be an all-to-all, of which each rank keeps its own piece of every shard:
+A gather may also be an all-to-all: each rank keeps its own piece of every shard:
 
     shard → all_gather → wait → view* → split into one piece a rank → this rank's piece
 
@@ -66,7 +66,7 @@ def _named(gather: Collective, miss: _Miss) -> _Miss:
 
 
 def _unpads(node: fx.Node, ranks: int) -> bool:
-    """True for picking rows of which there are as many as, padded to a multiple of the ranks, there were before."""
+    """True for picking as many rows as there were before they were padded to a multiple of the ranks."""
     picks = traits_of(node).view in (View.SLICE, View.NARROW, View.PICK)
     before, after = tensor_of(node.args[0]) if picks else None, tensor_of(node)
     if before is None or after is None or before.dim() != after.dim():

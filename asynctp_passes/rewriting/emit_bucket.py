@@ -31,7 +31,7 @@ def emit_bucket(state: RewriteState, bucket: Bucket, front: fx.Node) -> fx.Node:
     Args:
         state: The graph.
         bucket: The all-reduces.
-        front: The node in front of which it comes, where no fused op stands there.
+        front: It comes before this node, where no fused op stands there.
 
     Returns:
         What is reduced: the elements of all members.

@@ -50,7 +50,7 @@ def _emit_scatter(build: Builder, chain: ScatterChain, place: ScatterPlacement) 
 def _emit_all_reduce(build: Builder, chain: ScatterChain) -> fx.Node:
     """The views of one product stay, after the op; a sum becomes that product, which the op has added up.
 
-    Views of products that are converted see what they are converted to, and conversions go as sums do. Behind a sum
+    Views of products that are converted see what they are converted to, and conversions go as sums do. After a sum
     that lay in memory otherwise than that product, as one with a transposed tensor, a view may have to copy.
     """
     if not chain.sent.is_reshape:

@@ -27,7 +27,7 @@ def mark_items(state: RewriteState, call: fx.Node) -> list[fx.Node]:
 
 
 def place_of(state: RewriteState, chain: Chain) -> fx.Node:
-    """The node in front of which a chain's fused op comes: a mark, where it follows another node, or is an item."""
+    """The node that a chain's fused op comes before: a mark, where it follows another node, or is an item."""
     if chain.follows is None:
         return max(state.items.get(one.node, one.start) for one in chain.placed_by)
     last = chain.follows

@@ -9,8 +9,8 @@ a gradient beyond its limit is shown as WRONG, whatever its speed:
     fp8          distance from the gradient in bf16 without a compiler; limit: 1.1 times plain compile's own distance
 
 Times are medians of CUDA events over rounds in which the backends take turns in random order; the slowest rank counts.
-In its turn a backend runs for a second, of which the second half is timed: a GPU's clock follows the power that was
-drawn before, so that right behind another backend it is that one's.
+In its turn a backend runs for a second, and the second half is timed: a GPU's clock follows the power that was
+drawn before, so that right after another backend it is that one's.
 One process measures all problems, each as if it were the only one: what earlier ones made the ranks share is freed.
 """
 
@@ -314,7 +314,7 @@ def _meet(here: Place) -> None:
 
 
 def _time(bench: Bench, ready: Prepared) -> tuple[float, float]:
-    """Milliseconds of a step and of its forward: the means of some steps, run back to back, behind as many more."""
+    """Milliseconds of a step and of its forward: the means of some steps, run back to back, after as many more."""
     marks: list[Any] = []
 
     def mark() -> None:
@@ -413,7 +413,7 @@ def rows(options: argparse.Namespace, here: Place, found: Found) -> Iterator[Row
 def start_anew(here: Place, mesh: DeviceMesh) -> None:
     """Forget what was compiled before, and free what it made the ranks share, which would count in the next peak.
 
-    Every rank calls it between two problems, when it has dropped all that is compiled. The memory goes behind a
+    Every rank calls it between two problems, when it has dropped all that is compiled. The memory goes after a
     barrier, when no GPU has work left: a rank may still have read its peers'.
     """
     torch.compiler.reset()
