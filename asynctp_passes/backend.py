@@ -248,9 +248,13 @@ def asynctp(
 
 
 def compile_graph(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, patches: dict[str, Any]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    patches: dict[str, Any],
+    further: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The backend, with its options apart: `patches` are Inductor's."""
+    """The backend, with its options apart: `patches` are Inductor's, `further` other arguments of its `compile_fx`."""
     _require_groups(config)
     ours = AsyncTPPass(config)
     if config.graph_dir is not None:
@@ -273,7 +277,7 @@ def compile_graph(
             log.warning("asynctp: compiles again without caches: %s", _cached_in_vain(refused))
         return not refused
 
-    compiled = compat.inductor_compile(gm, example_inputs, patches, all_stand)
+    compiled = compat.inductor_compile(gm, example_inputs, patches, all_stand, further or {})
     forward = ours.forward or next((one for one in found if one.phase != "backward"), None)
     if ours.forward is None and not found:
         log.info(

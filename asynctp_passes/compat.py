@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import math
 import operator
@@ -336,7 +337,11 @@ def has_folded_output_scale(node: fx.Node) -> bool:
 
 
 def inductor_compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], stands: Callable[[bool, bool], bool]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    patches: dict[str, Any],
+    stands: Callable[[bool, bool], bool],
+    further: dict[str, Any],
 ) -> Callable[..., Any]:
     """Compile a graph with Inductor under configuration patches (the backward graph too, which may come later).
 
@@ -347,6 +352,7 @@ def inductor_compile(
         stands: Called after each graph that Inductor compiled or found in its cache, with False, and at the end, when
             a whole program may have come from AOTAutograd's cache, with True. What does not stand is compiled again,
             without caches. Its second argument tells that this is the second time: then it raises.
+        further: Other arguments of `compile_fx`, as the caller gave them.
     """
     from torch._guards import TracingContext
     from torch._inductor import config
@@ -366,9 +372,9 @@ def inductor_compile(
 
     inputs = list(example_inputs)
     with _not_routed():
-        compiled = compile_fx(gm, inputs, inner_compile=compile_one, config_patches=patches)
+        compiled = compile_fx(gm, inputs, compile_one, patches, **further)
         if not stands(True, False):
-            compiled = compile_fx(gm, inputs, inner_compile=compile_one, config_patches={**patches, **_NO_CACHES})
+            compiled = compile_fx(gm, inputs, compile_one, {**patches, **_NO_CACHES}, **further)
             stands(True, True)
     return compiled  # type: ignore[return-value]
 
@@ -386,7 +392,7 @@ def _not_routed() -> Iterator[None]:
 
 
 def route_inductor(
-    compile_graph: Callable[[fx.GraphModule, Sequence[Any], dict[str, Any]], Any],
+    compile_graph: Callable[[fx.GraphModule, Sequence[Any], dict[str, Any], dict[str, Any]], Any],
     add_passes: Callable[[dict[str, Any]], dict[str, Any]],
     leave_alone: Callable[[dict[str, Any]], bool],
 ) -> Callable[[], None]:
@@ -396,7 +402,7 @@ def route_inductor(
     autograd's.
 
     Args:
-        compile_graph: Compiles a graph with inputs and Inductor options.
+        compile_graph: Compiles a graph, given its inputs, Inductor options, and other arguments of `compile_fx`.
         add_passes: Adds passes to Inductor options, for callers with a compiler of their own inside, as AOTInductor.
         leave_alone: True for Inductor options under which asynctp can do nothing.
 
@@ -406,24 +412,20 @@ def route_inductor(
     from torch._inductor import compile_fx as module
 
     original, inner = module.compile_fx, module.compile_fx_inner
-    active = True
+    signature, active = inspect.signature(original), True
 
     @functools.wraps(original)
-    def compile_fx(
-        model_: Any,
-        example_inputs_: Sequence[Any],
-        inner_compile: Any = inner,
-        config_patches: dict[str, Any] | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        patches = dict(config_patches or {})
+    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+        further = signature.bind(*args, **kwargs).arguments
+        patches = dict(further.get("config_patches") or {})
         if not active or not _routed.get() or leave_alone(patches):
-            return original(model_, example_inputs_, inner_compile, config_patches, *args, **kwargs)
-        if inner_compile is inner and not args and not kwargs:
-            return compile_graph(model_, example_inputs_, patches)
-        with _not_routed():
-            return original(model_, example_inputs_, inner_compile, add_passes(patches), *args, **kwargs)
+            return original(*args, **kwargs)
+        if further.get("inner_compile", inner) is not inner:
+            with _not_routed():
+                return original(**{**further, "config_patches": add_passes(patches)})
+        for name in ("inner_compile", "config_patches"):
+            further.pop(name, None)
+        return compile_graph(further.pop("model_"), further.pop("example_inputs_"), patches, further)
 
     def end() -> None:
         nonlocal active

@@ -86,7 +86,7 @@ def enable(config: Config | None = None) -> Enabled:
                 "take that out, or leave enable() out"
             )
         end = compat.route_inductor(
-            lambda gm, inputs, patches: compile_graph(gm, inputs, config, patches),
+            lambda gm, inputs, patches, further: compile_graph(gm, inputs, config, patches, further),
             lambda patches: with_passes(patches, AsyncTPPass(config)),
             _leave_alone,
         )

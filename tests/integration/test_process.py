@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import threading
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor
 
 import asynctp_passes
-from asynctp_passes import Config, ConfigError, ExpectError
+from asynctp_passes import Config, ConfigError, ExpectError, StrictError
 
 OFF = Config(strict="off", agree=False)
 
@@ -171,3 +173,38 @@ def test_a_graph_that_is_cached_is_drawn_all_the_same(tmp_path: Path) -> None:
     for pages in (1, 1):
         assert fused_by(torch.compile(program, backend="asynctp", options=drawn)) == 1
         assert len([path for path in folder.glob("*.html") if path.name != "index.html"]) == pages
+
+
+def test_a_chain_in_two_graphs_is_told_as_by_the_backend() -> None:
+    """The whole backend works, and not its pass alone: `torch.compile` gives Inductor arguments of its own."""
+    asynctp_passes.enable(Config(strict="all", agree=False))
+
+    def breaks(x: Tensor, w: Tensor) -> Tensor:
+        whole = all_gather_tensor(x, 0, dist.group.WORLD)
+        torch._dynamo.graph_break()
+        return whole @ w
+
+    with pytest.raises(Exception, match="ATP120") as raised:
+        fused_by(torch.compile(breaks))
+    assert isinstance(getattr(raised.value, "inner_exception", raised.value), StrictError)
+
+
+def test_arguments_of_inductors_own_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torch.compile` gives them, under asynctp and without it."""
+    seen: list[dict[str, Any]] = []
+    module = torch._inductor.compile_fx
+    original = module.compile_fx
+
+    @functools.wraps(original)
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(inspect.signature(original).bind(*args, **kwargs).arguments)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, "compile_fx", spy)
+    own = ("model_", "example_inputs_", "inner_compile", "config_patches")
+    fused_by(torch.compile(program))
+    plain = {name: value for name, value in seen[0].items() if name not in own}
+    seen.clear()
+    with asynctp_passes.enable(OFF):
+        assert fused_by(torch.compile(program)) == 1
+    assert {name: value for name, value in seen[0].items() if name not in own} == plain
