@@ -424,7 +424,7 @@ def test_a_graph_that_does_not_stand_is_compiled_again() -> None:
         return len(answers) > 1
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        return compat.inductor_compile(graph, inputs, {}, stands)
+        return compat.inductor_compile(graph, inputs, {}, stands, {})
 
     torch._dynamo.reset()
     with torch.no_grad():
