@@ -17,6 +17,7 @@ from asynctp_passes.config import Config, ConfigError, required
 if TYPE_CHECKING:
     from asynctp_passes import ops
     from asynctp_passes.backend import AsyncTPPass, RematerializePass, clear_reports, reports, require, summary
+    from asynctp_passes.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
     from asynctp_passes.ir.registry import (
         CollectiveOp,
         MatmulOp,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from asynctp_passes.ops import reference
     from asynctp_passes.pipeline import run
     from asynctp_passes.process import disable, enable
-    from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
     from asynctp_passes.reporting.picture import Summary
     from asynctp_passes.reporting.report import Bucketed, Remark, Report
 
@@ -77,7 +77,7 @@ _HOMES = {
     ),
     "pipeline": ("run",),
     "process": ("disable", "enable"),
-    "reporting.errors": ("AsyncTPError", "DisagreementError", "ExpectError", "GroupError", "StrictError"),
+    "errors": ("AsyncTPError", "DisagreementError", "ExpectError", "GroupError", "StrictError"),
     "reporting.picture": ("Summary",),
     "reporting.report": ("Bucketed", "Remark", "Report"),
 }

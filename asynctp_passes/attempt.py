@@ -7,14 +7,15 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.agreement.vote import Votes, agreed_before, refuse, vote
 from asynctp_passes.config import Config
+from asynctp_passes.errors import AsyncTPError
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.planning.deviations import communicated
 from asynctp_passes.planning.plan import Plan, ballots_of, unfused
 from asynctp_passes.reporting import internal
 from asynctp_passes.reporting.build import report_of_failure
-from asynctp_passes.reporting.errors import AsyncTPError, raise_if_strict
 from asynctp_passes.reporting.report import Report
+from asynctp_passes.reporting.strictness import raise_if_strict
 from asynctp_passes.rewriting import toposort
 from asynctp_passes.rewriting.rewrite import rewrite
 

@@ -23,19 +23,14 @@ from torch import fx
 from asynctp_passes import compat, joint_pass, ops, pipeline
 from asynctp_passes.agreement.vote import stands
 from asynctp_passes.config import Config, ConfigError, did_you_mean
+from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
 from asynctp_passes.ir import registry
 from asynctp_passes.reporting import files, graph_page
 from asynctp_passes.reporting.across import Border, forget
-from asynctp_passes.reporting.errors import (
-    AsyncTPError,
-    DisagreementError,
-    GroupError,
-    StrictError,
-    raise_if_strict,
-)
 from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
+from asynctp_passes.reporting.strictness import raise_if_strict
 from asynctp_passes.reporting.torch_notes import hidden_calls
 
 __all__ = ["AsyncTPPass", "RematerializePass", "asynctp", "clear_reports", "reports", "require", "summary"]

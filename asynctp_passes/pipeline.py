@@ -10,8 +10,8 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.planning.plan import ballots_of, planned, without_refused
 from asynctp_passes.reporting.build import report_of, with_calls
-from asynctp_passes.reporting.errors import raise_if_strict
 from asynctp_passes.reporting.report import Report
+from asynctp_passes.reporting.strictness import raise_if_strict
 from asynctp_passes.rewriting.ordering import put_in_program_order
 from asynctp_passes.rewriting.rewrite import rewrite
 

@@ -24,9 +24,9 @@ from vllm.logger import init_logger
 
 from asynctp_passes import compat
 from asynctp_passes.backend import AsyncTPPass, RematerializePass
+from asynctp_passes.errors import StrictError
 from asynctp_passes.ir.nodes import called_name
 from asynctp_passes.ir.registry import register_collective, register_matmul
-from asynctp_passes.reporting.errors import StrictError
 
 __all__ = ["asynctp", "asynctp_joint", "register_ops"]
 

@@ -16,10 +16,10 @@ from asynctp_passes.agreement import ledgers
 from asynctp_passes.agreement.ledgers import LOOKED_AT, Ledger, kind_of
 from asynctp_passes.agreement.waits import LONGEST_PAUSE_S, looks, ranks_named
 from asynctp_passes.config import Config
+from asynctp_passes.errors import DisagreementError
 from asynctp_passes.ir import registry
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.planning.deviations import LOCAL
-from asynctp_passes.reporting.errors import DisagreementError
 from asynctp_passes.reporting.internal import sources_digest
 
 __all__ = [

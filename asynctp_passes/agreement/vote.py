@@ -20,11 +20,11 @@ from asynctp_passes.agreement.ledgers import keyed
 from asynctp_passes.agreement.polls import REFUSED, Votes, outcomes, plain, polls_of, post, reason_of
 from asynctp_passes.agreement.waits import deadline, looks
 from asynctp_passes.config import Config
+from asynctp_passes.errors import AsyncTPError, DisagreementError
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.planning.deviations import Words, communicated
-from asynctp_passes.reporting.errors import AsyncTPError, DisagreementError
 from asynctp_passes.reporting.report import Report
 
 __all__ = ["Votes", "agreed_before", "refuse", "stands", "vote"]

@@ -1,4 +1,4 @@
-"""Choose what is done to a graph: which chains are fused, which collectives overlap, join, move or go.
+"""Choose what is done to a graph: which chains are fused, which collectives overlap, become one, move or are erased.
 
 It edits nothing, and asks no other rank.
 """

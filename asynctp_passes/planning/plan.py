@@ -27,7 +27,7 @@ from asynctp_passes.planning.legality import (
     on_wire,
 )
 from asynctp_passes.planning.overlap import plan_overlap
-from asynctp_passes.planning.rematerialize import REMATERIALIZED
+from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED
 from asynctp_passes.reasons import RESULT_DROPPED, Outcome, Refusal
 
 __all__ = ["Plan", "ballots_of", "outcome_of", "planned", "unfused", "untouched", "without_refused"]
@@ -142,6 +142,24 @@ class Plan:
         found = [one for one in found if one.kind == "all_gather" and on_wire(one)]
         refused = self.context.refused
         return [one for one in found if refused(one.group_key, self.context.words.of_kept(one)) is None]
+
+    @functools.cached_property
+    def meetings(self) -> list[Ballot]:
+        """The deviations before which ranks meet at run time: of groups whose transport does not compare calls."""
+        if not self.context.config.agree:
+            return []
+        collectives = [one.collective for one in self.candidates]
+        blind = {one.group_key for one in collectives if not on_wire(one)}
+        again: dict[str, list[str]] = {}
+        for one in collectives if self._is_backward else ():
+            if AGREED in one.node.meta:
+                again.setdefault(one.group_key, []).extend(one.node.meta[AGREED].deviations)
+        found = [
+            dataclasses.replace(ballot, deviations=(*ballot.deviations, *again.get(ballot.group, ())))
+            for ballot in ballots_of(self)
+            if ballot.group in blind
+        ]
+        return [ballot for ballot in found if ballot.deviations]
 
     @property
     def dropped(self) -> list[Collective]:

@@ -20,9 +20,9 @@ import torch
 
 from asynctp_passes import compat
 from asynctp_passes.config import ConfigError
+from asynctp_passes.errors import AsyncTPError
 from asynctp_passes.ir.registry import RegistryError
 from asynctp_passes.reasons import INTERNAL_ERROR
-from asynctp_passes.reporting.errors import AsyncTPError
 
 __all__ = ["FORESEEN", "contained", "sources_digest", "summary_of", "tell", "versions"]
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from asynctp_passes import compat
 from asynctp_passes.config import Config
+from asynctp_passes.errors import ExpectError
 from asynctp_passes.ops.choice import calls_made
-from asynctp_passes.reporting.errors import ExpectError
 from asynctp_passes.reporting.report import Remark, Report
 
 __all__ = ["Picture", "Summary", "picture", "require_at_exit", "waive"]

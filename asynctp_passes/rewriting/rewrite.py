@@ -21,6 +21,7 @@ from asynctp_passes.rewriting.cleanup import erase_dropped, erase_unused, replac
 from asynctp_passes.rewriting.emit_alone import emit_alone, emit_left_items
 from asynctp_passes.rewriting.emit_bucket import emit_bucket
 from asynctp_passes.rewriting.emit_gather import emit_gather
+from asynctp_passes.rewriting.emit_meeting import emit_meetings
 from asynctp_passes.rewriting.emit_on_shard import nodes_after_kept_gather
 from asynctp_passes.rewriting.emit_reduction import emit_reduction
 from asynctp_passes.rewriting.ordering import Moves, keep_order, schedule
@@ -66,6 +67,7 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     ordered = schedule(graph, moves, work, state.segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before
     calls = {chain.collective.node.name: call_of(state.fused[chain.collective.node]) for chain in plan.chains}
+    emit_meetings(graph, plan.meetings)
     keep_order(graph, ordered)
     graph.lint()
     if plan.chains and plan.context.config.store_scales:

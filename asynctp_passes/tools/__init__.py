@@ -1,1 +1,1 @@
-"""Programs for users: the command line, benchmarks, traces and the demo. Nothing else imports them."""
+"""Programs for users: the command line, benchmarks, traces and the demo. No other room imports them."""

@@ -1,4 +1,4 @@
-"""Choose how a call is run: its wire, of what ranks share, and its implementation, which is a rank's own.
+"""Choose the transport of a call from facts that all ranks share, and then each rank's own implementation.
 
 It calls no driver, and knows no tensor.
 """

@@ -1,4 +1,4 @@
-"""Run on a GPU, or on processes in its place: driver, memory of a group, streams, recordings, and the watch.
+"""Enqueue work on a GPU, or on CPU processes that stand for one: driver, memory of a group, streams and the watch.
 
 It knows no collective and no matmul.
 """

@@ -1,47 +1,13 @@
-"""Errors that a user can meet, each with the report that explains it."""
+"""Raise what `strict` and `expect` ask for, before a graph is edited."""
 
 from __future__ import annotations
 
-from asynctp_passes.config import Config, ConfigError
+from asynctp_passes.config import Config
+from asynctp_passes.errors import ExpectError, StrictError
 from asynctp_passes.reasons import INTERNAL_ERROR
 from asynctp_passes.reporting.report import Remark, Report
 
-__all__ = [
-    "AsyncTPError",
-    "ConfigError",
-    "DisagreementError",
-    "ExpectError",
-    "GroupError",
-    "StrictError",
-    "raise_if_strict",
-]
-
-
-class AsyncTPError(RuntimeError):
-    """Base class. `report` is the report of the graph at hand (None when there is none)."""
-
-    def __init__(self, message: str, report: Report | None = None) -> None:
-        super().__init__(message)
-        self.report = report
-
-    def __reduce__(self) -> tuple[type[AsyncTPError], tuple[str, Report | None]]:
-        return type(self), (str(self), self.report)
-
-
-class StrictError(AsyncTPError):
-    """A chain was missed under `strict`. The graph is untouched."""
-
-
-class ExpectError(AsyncTPError):
-    """Fewer chains were fused than `Config.expect` asks for. The graph is untouched."""
-
-
-class DisagreementError(AsyncTPError):
-    """The ranks of a group decided differently about one program. The graph is untouched."""
-
-
-class GroupError(AsyncTPError):
-    """A process group named in `Config.groups` does not exist, or cannot be used."""
+__all__ = ["raise_if_strict"]
 
 
 def raise_if_strict(report: Report, config: Config, elsewhere: int = 0) -> None:

@@ -1,0 +1,120 @@
+"""Ranks meet before a graph that sends otherwise than its program: torch's own collectives do not compare calls.
+
+    asynctp::meet(Tensor beside, str key, str deviations, Any group_name) -> Tensor
+
+Ranks do such a deviation all or none, by a vote when they compile. Afterwards a rank may still run another graph: one
+of another Python value, or the program itself, without a compile. Over symmetric memory unlike calls are found where
+they meet. Over torch's own collectives they would be added or joined without a word. So there a graph with deviations
+has this op before it communicates. A rank waits in it until all ranks of the group run a graph with the same ones; they
+may be graphs of several functions. It waits in the store of the group, as long as a collective of the group would.
+Importing this module registers the op.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asynctp_passes import compat
+from asynctp_passes.errors import DisagreementError
+from asynctp_passes.ops.registration import register
+
+__all__ = ["meet"]
+
+log = logging.getLogger("asynctp_passes.ops")
+
+WARN_S = 10.0
+"""Seconds of waiting after which a warning says for whom."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.005
+
+_lock = threading.Lock()  # ranks may be threads of one process
+_meetings: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+"""By process group, and key: how often this rank has met the others."""
+
+
+def meet(key: str, deviations: str, group_name: str) -> None:
+    """Wait until all ranks of a group are about to run a graph with the same deviations.
+
+    Returns at once where there are no other ranks to ask, as with the fake backend.
+
+    Args:
+        key: A hash of what the group communicates in the graph, and of the deviations.
+        deviations: The deviations, for people.
+        group_name: The process group.
+
+    Raises:
+        DisagreementError: A rank has not come within the timeout of the group. Nothing was sent.
+    """
+    peers = compat.peers_of(group_name)
+    if peers is None:
+        return
+    with _lock:
+        number = _meetings.setdefault(peers.group, Counter())[key]
+        _meetings[peers.group][key] += 1
+    at = f"asynctp/{peers.life}/meet/{key}"
+    peers.store.set(f"{at}/{number}/{peers.rank}", "")
+    _wait(peers, f"{at}/{number}", deviations, group_name)
+    if number:  # all have come to this meeting, so that all have left the one before
+        peers.store.delete_key(f"{at}/{number - 1}/{peers.rank}")
+
+
+def _wait(peers: compat.Peers, at: str, deviations: str, group_name: str) -> None:
+    start, pause, warned = time.monotonic(), _FIRST_PAUSE_S, False
+    limit = compat.group_timeout_s(peers.group)
+    awaited = [f"{at}/{rank}" for rank in peers.ranks]
+    while not peers.store.check(awaited):
+        passed = time.monotonic() - start
+        if passed >= limit:
+            raise DisagreementError(
+                f"asynctp: {_missing(peers, at)} of group {group_name!r} did not come, within its timeout of {limit:g} "
+                f"s, to a graph for which all ranks have agreed to {deviations}. A rank may run another graph of the "
+                "function, or run it without a compile. This rank has sent nothing. Remedy: Config(deviate=False) "
+                "lets ranks differ; or let all run the same graphs, with the same graph breaks"
+            )
+        if passed >= WARN_S and not warned:
+            warned = True
+            log.warning(
+                "asynctp: waits up to %g s (the timeout of group %r) for %s to run a graph for which all ranks have "
+                "agreed to %s. A rank that runs another graph never comes; Config(deviate=False) lets ranks differ",
+                *(limit, group_name, _missing(peers, at), deviations),
+            )
+        time.sleep(min(pause, max(limit - passed, 0)))
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _missing(peers: compat.Peers, at: str) -> str:
+    ranks = [str(rank) for rank in peers.ranks if not peers.store.check([f"{at}/{rank}"])]
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(ranks) or '(came just now)'}"
+
+
+# --- registration -----------------------------------------------------------------------------------------------
+def _real_meet(beside: Tensor, key: str, deviations: str, group_name: Any) -> Tensor:
+    meet(key, deviations, compat.group_name_of(group_name))
+    return _fake_meet(beside, key, deviations, group_name)
+
+
+def _fake_meet(beside: Tensor, key: str, deviations: str, group_name: Any) -> Tensor:
+    return beside.new_empty((1,), dtype=torch.uint8)
+
+
+def _no_gradient(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError("asynctp: a meeting of ranks has no gradient")
+
+
+def _register() -> Any:
+    """Define the op. It lives as long as the returned library does."""
+    library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("meet(Tensor beside, str key, str deviations, Any group_name) -> Tensor")
+    register(library, "meet", _real_meet, _fake_meet, _no_gradient)
+    return library
+
+
+_LIBRARY = _register()

@@ -1,0 +1,168 @@
+"""Ranks meet before a graph that sends otherwise than its program, so that no rank does so alone: tried on ranks."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from compiled_training import STRICT, compiled, plain_layer, shard_of, start, train
+from ranks import imagined_ranks, run_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from asynctp_passes import DisagreementError, compat
+from asynctp_passes.ops import meeting
+
+QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
+LIMIT_S = 3.0
+
+
+def two_sums(x: Tensor, w: Tensor, look: bool = False) -> tuple[Tensor, Tensor]:
+    """The sum of two reduced products; with `look` one of them is seen, too, and each is reduced by itself."""
+    first = funcol.all_reduce(x @ w, "sum", dist.group.WORLD)
+    second = funcol.all_reduce((x + 1) @ w, "sum", dist.group.WORLD)
+    return first + second, first.amax() if look else x
+
+
+def operands(rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(4, 8, generator=generator), torch.randn(8, 8, generator=generator)
+
+
+def with_options(program: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    return torch.compile(program, backend="asynctp", options={**QUIET, **options})
+
+
+# --- on ranks --------------------------------------------------------------------------------------------------
+def unlike(rank: int, world_size: int) -> tuple[list[bool], str]:
+    """All ranks compile both graphs; then each runs another one. The rank that would send one sum runs it eagerly."""
+    x, w = operands(rank)
+    function, right, error = with_options(two_sums), [], ""
+    with torch.no_grad():
+        for look in (False, True, False):
+            got = function(x, w, look)[0]
+            right.append(torch.allclose(got, two_sums(x, w)[0], atol=1e-4))
+        with mock.patch.object(compat, "group_timeout_s", return_value=LIMIT_S):
+            try:
+                got = function(x, w, rank == 0)[0]
+            except DisagreementError as raised:
+                error = str(raised)
+                got = two_sums(x, w)[0]
+        right.append(torch.allclose(got, two_sums(x, w)[0], atol=1e-4))
+    return right, error
+
+
+@pytest.mark.ranks
+def test_ranks_that_run_unlike_graphs_send_nothing_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compile, so that no vote, comes before. One rank raises before it sends, and the other's values are right."""
+    monkeypatch.setenv("ASYNCTP_AGREE_S", "120")
+    (first, none), (second, error) = run_ranks(2, unlike, timeout_s=300)
+    assert first == second == [True] * 4
+    assert not none
+    for part in (
+        "rank 0 of group",
+        f"{LIMIT_S:g} s",
+        "sum: all_reduce(sum) in place of 1 * 0 + 1 * 1",
+        "deviate=False",
+    ):
+        assert part in error
+
+
+def met_often(rank: int, world_size: int, count: int) -> tuple[int, list[bool]]:
+    """How often ranks met in calls of a graph, and which of the meetings' keys are in the store at the end."""
+    x, w = operands(rank)
+    function, told = with_options(two_sums), []
+
+    def meet(key: str, deviations: str, group: str, own: Callable[..., None] = meeting.meet) -> None:
+        told.append(key)
+        own(key, deviations, group)
+
+    with torch.no_grad(), mock.patch.object(meeting, "meet", meet):
+        for _ in range(count):
+            function(x, w)
+        dist.barrier()
+    peers = compat.peers_of(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    assert peers is not None
+    at = f"asynctp/{peers.life}/meet/{told[0]}"
+    return len(told), [peers.store.check([f"{at}/{number}/{rank}"]) for number in range(count)]
+
+
+@pytest.mark.ranks
+def test_ranks_meet_in_each_call_and_leave_one_key_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCTP_AGREE_S", "120")
+    for met, kept in run_ranks(2, met_often, 5, timeout_s=300):
+        assert met == 5
+        assert kept == [False, False, False, False, True]
+
+
+def alone(rank: int, world_size: int) -> tuple[bool, str]:
+    """Only rank 1 meets, in a group whose timeout is short."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=LIMIT_S))
+    dist.barrier()
+    error = ""
+    if rank == 1:
+        try:
+            meeting.meet("key", "drop: [0]", group.group_name)
+        except DisagreementError as raised:
+            error = str(raised)
+    dist.barrier()
+    return rank == 1, error
+
+
+@pytest.mark.ranks
+def test_a_rank_that_nobody_meets_is_told_who_is_missing() -> None:
+    (_, none), (_, error) = run_ranks(2, alone, timeout_s=120)
+    assert not none
+    assert "rank 0 of group" in error
+    assert "drop: [0]" in error
+
+
+# --- which graphs meet -----------------------------------------------------------------------------------------
+@pytest.fixture
+def meetings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What ranks have met for, in a process that is the first of two ranks which do not exist."""
+    found: list[str] = []
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setattr(meeting, "meet", lambda key, deviations, group: found.append(deviations))
+    with imagined_ranks(2):
+        yield found
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_a_graph_with_a_deviation_meets_before_it_communicates(meetings: list[str], fallback: bool) -> None:
+    with torch.no_grad():
+        with_options(two_sums, fallback_by_default=fallback)(*operands(0))
+    assert meetings == ["sum: all_reduce(sum) in place of 1 * 0 + 1 * 1"]
+
+
+@pytest.mark.parametrize("options", [{"agree": False}, {"deviate": False}], ids=str)
+def test_a_graph_without_one_or_that_asks_nobody_does_not(meetings: list[str], options: dict[str, Any]) -> None:
+    with torch.no_grad():
+        with_options(two_sums, **options)(*operands(0))
+        with_options(two_sums)(*operands(0), look=True)
+    assert meetings == []
+
+
+def test_a_gather_that_is_made_again_is_met_for_in_the_backward(meetings: list[str]) -> None:
+    start()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    layer, weights = plain_layer(mesh)
+    function = compiled(lambda x: layer(x.tanh()), options={**STRICT, "rematerialize": "always"})
+    train(function, shard_of(mesh, 2, 4, 16), weights)
+    assert meetings == ["again: all_gather 0"]
+
+
+def test_a_group_whose_transport_compares_calls_does_not_meet(meetings: list[str]) -> None:
+    """On GPUs unlike calls are found where they meet, and no host waits."""
+    with mock.patch("asynctp_passes.planning.plan.on_wire", return_value=True), torch.no_grad():
+        with_options(two_sums)(*operands(0))
+    assert meetings == []
