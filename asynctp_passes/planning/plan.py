@@ -145,11 +145,14 @@ class Plan:
 
     @functools.cached_property
     def meetings(self) -> list[Ballot]:
-        """The deviations before which ranks meet at run time: of groups whose transport does not compare calls."""
+        """The deviations before which ranks meet at run time, where the group's transport does not compare calls.
+
+        Not of groups whose collectives stay torch's on a GPU, those of parameters: there the host waits for nobody.
+        """
         if not self.context.config.agree:
             return []
         collectives = [one.collective for one in self.candidates]
-        blind = {one.group_key for one in collectives if not on_wire(one)}
+        meeting = {one.group_key for one in collectives if one.group_key in self.wire or not on_wire(one)}
         again: dict[str, list[str]] = {}
         for one in collectives if self._is_backward else ():
             if AGREED in one.node.meta:
@@ -157,7 +160,7 @@ class Plan:
         found = [
             dataclasses.replace(ballot, deviations=(*ballot.deviations, *again.get(ballot.group, ())))
             for ballot in ballots_of(self)
-            if ballot.group in blind
+            if ballot.group in meeting
         ]
         return [ballot for ballot in found if ballot.deviations]
 
