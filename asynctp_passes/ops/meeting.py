@@ -5,9 +5,9 @@
 Ranks do such a deviation all or none, by a vote when they compile. Afterwards a rank may still run another graph: one
 of another Python value, or the program itself, without a compile. Over symmetric memory unlike calls are found where
 they meet, and this op does nothing. Over torch's own collectives they would be added or joined without a word. So a
-graph with deviations has this op before it communicates. A rank waits in it until all ranks of the group run a graph
-with the same ones; they may be graphs of several functions. It waits in the store of the group, as long as a collective
-of the group would. In a CUDA graph it waits when that is captured, and not in replays.
+graph with deviations has this op before it communicates in their group. A rank waits in it until all ranks of the group
+run a graph with the same ones; they may be graphs of several functions. It waits in the store of the group, as long as
+a collective of the group would. In a CUDA graph it waits when that is captured, and not in replays.
 
 Importing this module registers the op.
 """
@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,15 +38,29 @@ WARN_S = 10.0
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.005
 
+_MET = "met"
+
 _lock = threading.Lock()  # ranks may be threads of one process
-_meetings: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
-"""By process group, and key: how often this rank has met the others."""
+
+
+@dataclass
+class _Meetings:
+    """Numbers, by group and key: of the next meeting, and of the first whose post is still in the store."""
+
+    number: int = 0
+    posted: int = 0
+
+
+_meetings: weakref.WeakKeyDictionary[Any, dict[str, _Meetings]] = weakref.WeakKeyDictionary()
+"""By process group, and key."""
 
 
 def meet(key: str, deviations: str, group_name: str) -> None:
     """Wait until all ranks of a group are about to run a graph with the same deviations.
 
-    Returns at once where there are no other ranks to ask, as with the fake backend.
+    Returns at once where there are no other ranks to ask, as with the fake backend. All ranks of a meeting go on, or
+    none: the first to know writes down that they met, or that it left. Where a rank has left, those that come later
+    wait for it in the next meeting.
 
     Args:
         key: A hash of what the group communicates in the graph, and of the deviations.
@@ -60,28 +74,40 @@ def meet(key: str, deviations: str, group_name: str) -> None:
     if peers is None:
         return
     with _lock:
-        number = _meetings.setdefault(peers.group, Counter())[key]
-        _meetings[peers.group][key] += 1
+        own = _meetings.setdefault(peers.group, {}).setdefault(key, _Meetings())
     at = f"asynctp/{peers.life}/meet/{key}"
-    peers.store.set(f"{at}/{number}/{peers.rank}", "")
-    _wait(peers, f"{at}/{number}", deviations, group_name)
-    if number:  # all have come to this meeting, so that all have left the one before
-        peers.store.delete_key(f"{at}/{number - 1}/{peers.rank}")
+    start, met = time.monotonic(), False
+    while not met:
+        place = f"{at}/{own.number}"
+        own.number += 1
+        peers.store.set(f"{place}/{peers.rank}", "")
+        came = _wait(peers, place, start, deviations, group_name)
+        outcome = peers.store.compare_set(f"{place}/outcome", "", _MET if came else f"rank {peers.rank} left").decode()
+        met = outcome == _MET
+        if not (came or met):
+            raise DisagreementError(
+                f"asynctp: {_missing(peers, place)} of group {group_name!r} did not come, within its timeout of "
+                f"{compat.group_timeout_s(peers.group):g} s, to a graph for which all ranks have agreed to "
+                f"{deviations}. A rank may run another graph of the function, or run it without a compile. This rank "
+                "has sent nothing. Remedy: Config(deviate=False) lets ranks differ; or let all run the same graphs, "
+                "with the same graph breaks"
+            )
+    for number in range(own.posted, own.number - 1):  # all have come to this meeting, so that all have left those
+        peers.store.delete_key(f"{at}/{number}/{peers.rank}")
+        if peers.rank == peers.ranks[0]:
+            peers.store.delete_key(f"{at}/{number}/outcome")
+    own.posted = own.number - 1
 
 
-def _wait(peers: compat.Peers, at: str, deviations: str, group_name: str) -> None:
-    start, pause, warned = time.monotonic(), _FIRST_PAUSE_S, False
+def _wait(peers: compat.Peers, at: str, start: float, deviations: str, group_name: str) -> bool:
+    """Whether all ranks came to a meeting, within the timeout of the group from `start` on."""
+    pause, warned = _FIRST_PAUSE_S, False
     limit = compat.group_timeout_s(peers.group)
     awaited = [f"{at}/{rank}" for rank in peers.ranks]
     while not peers.store.check(awaited):
         passed = time.monotonic() - start
         if passed >= limit:
-            raise DisagreementError(
-                f"asynctp: {_missing(peers, at)} of group {group_name!r} did not come, within its timeout of {limit:g} "
-                f"s, to a graph for which all ranks have agreed to {deviations}. A rank may run another graph of the "
-                "function, or run it without a compile. This rank has sent nothing. Remedy: Config(deviate=False) "
-                "lets ranks differ; or let all run the same graphs, with the same graph breaks"
-            )
+            return False
         if passed >= WARN_S and not warned:
             warned = True
             log.warning(
@@ -91,6 +117,7 @@ def _wait(peers: compat.Peers, at: str, deviations: str, group_name: str) -> Non
             )
         time.sleep(min(pause, max(limit - passed, 0)))
         pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return True
 
 
 def _missing(peers: compat.Peers, at: str) -> str:

@@ -148,6 +148,7 @@ class Plan:
         """The deviations before which ranks meet at run time, where the group's transport does not compare calls.
 
         Not of groups whose collectives stay torch's on a GPU, those of parameters: there the host waits for nobody.
+        Nor of gathers that are kept: without asynctp's transport that changes nothing that is sent.
         """
         if not self.context.config.agree:
             return []
@@ -157,8 +158,15 @@ class Plan:
         for one in collectives if self._is_backward else ():
             if AGREED in one.node.meta:
                 again.setdefault(one.group_key, []).extend(one.node.meta[AGREED].deviations)
+        kept = {(one.group_key, self.context.words.of_kept(one)) for one in self.kept}
         found = [
-            dataclasses.replace(ballot, deviations=(*ballot.deviations, *again.get(ballot.group, ())))
+            dataclasses.replace(
+                ballot,
+                deviations=(
+                    *(text for text in ballot.deviations if (ballot.group, text) not in kept),
+                    *again.get(ballot.group, ()),
+                ),
+            )
             for ballot in ballots_of(self)
             if ballot.group in meeting
         ]

@@ -1,40 +1,58 @@
-"""Let ranks meet before a graph that sends otherwise than its program, where its transport does not compare calls.
+"""Let ranks meet before a group's first call of a graph that sends otherwise than its program does.
 
 x → all_reduce                becomes                asynctp::meet(x),   x → all_reduce
+
+A group meets where the program first communicates in it, and no earlier. Ranks of another group, of an earlier call,
+may have to go on first, so that those that are awaited come at all.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 
 import torch
 from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.nodes import tensor_of, value_of
-from asynctp_passes.ir.order import communications
+from asynctp_passes.ir.order import communicates
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ops import meeting  # noqa: F401  (it registers torch.ops.asynctp.meet)
+from asynctp_passes.rewriting.builder import RewriteState
+from asynctp_passes.rewriting.places import mark_front
 
-__all__ = ["emit_meetings"]
+__all__ = ["Meetings", "emit_meetings", "mark_meetings", "placed"]
+
+Meetings = list[tuple[Ballot, fx.Node]]
+"""Ballots, each with the node that its group meets in front of, or with a mark of that place."""
 
 
-def emit_meetings(graph: fx.Graph, ballots: Iterable[Ballot]) -> None:
-    """Insert a meeting for each ballot in front of what communicates first; only in a graph that is compiled.
+def mark_meetings(state: RewriteState) -> Meetings:
+    """Mark where the groups that meet communicate first in the program; only in a graph that is compiled."""
+    meetings = state.plan.meetings if compat.is_compiled(state.graph) else []
+    firsts = {one.candidate.collective.group_key: one.candidate.collective for one in reversed(state.plan.decisions)}
+    return [(ballot, mark_front(state, firsts[ballot.group].start)) for ballot in meetings]
 
-    Args:
-        graph: A graph with at least one tensor.
-        ballots: The deviations of each group, which all its ranks do.
-    """
-    if not compat.is_compiled(graph):
-        return
-    first = next(iter(communications(graph.nodes)), graph.output_node())
-    for ballot in ballots:
+
+def placed(marked: Meetings) -> Meetings:
+    """The meetings, each with what communicates next after its mark, or the graph's output."""
+    return [(ballot, _next_communication(mark)) for ballot, mark in marked]
+
+
+def _next_communication(mark: fx.Node) -> fx.Node:
+    node = mark.next
+    while node.op != "output" and not communicates(node):
+        node = node.next
+    return node
+
+
+def emit_meetings(graph: fx.Graph, meetings: Meetings) -> None:
+    """Insert each meeting in front of its node."""
+    op = torch.ops.asynctp.meet.default
+    for ballot, first in meetings:
         beside = _beside(first)
         told = "; ".join(sorted(ballot.deviations))
         key = hashlib.sha256(f"{ballot.key} {told}".encode()).hexdigest()[:16]
-        op = torch.ops.asynctp.meet.default
         with graph.inserting_before(first):
             node = graph.call_function(op, (beside, key, told, ballot.group))
         with compat.without_guards(value_of(beside)):

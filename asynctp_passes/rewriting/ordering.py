@@ -131,9 +131,19 @@ def keep_order(graph: fx.Graph, ordered: Mapping[fx.Node, Sequence[fx.Node]]) ->
     starts = communications(graph.nodes) if compat.is_compiled(graph) else []
     called = {op for op in map(called_op, starts) if op is not None and not name_of(op).startswith(_TORCHS)}
     if not compat.lower_in_order(called):
-        for before, node in pairwise(starts):
-            after.setdefault(node, []).append(before)
+        for place, node in enumerate(starts):
+            after.setdefault(node, []).extend(_as_far_as_used(starts[:place]))
     compat.keep_order(graph, after)
+
+
+def _as_far_as_used(earlier: Sequence[fx.Node]) -> list[fx.Node]:
+    """The last of some nodes, and those before as far as one whose result is used: Inductor forgets unused ones."""
+    found: list[fx.Node] = []
+    for node in reversed(earlier):
+        found.append(node)
+        if node.users:
+            break
+    return found
 
 
 # --- order ---------------------------------------------------------------------------------------------------

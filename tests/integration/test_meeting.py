@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch.distributed._functional_collectives as funcol
 from compiled_training import STRICT, compiled, plain_layer, shard_of, start, train
 from ranks import imagined_ranks, run_ranks
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 from asynctp_passes import DisagreementError, compat
@@ -125,6 +128,102 @@ def test_a_rank_that_nobody_meets_is_told_who_is_missing() -> None:
     assert "drop: [0]" in error
 
 
+def meets_again(rank: int, world_size: int) -> list[bool]:
+    """Rank 0 does not come to the third call, in which rank 1 raises. Afterwards both call the graph again."""
+    x, w = operands(rank)
+    function, right = with_options(two_sums), []
+    with torch.no_grad():
+        function(x, w)
+        for step in range(4):
+            with mock.patch.object(compat, "group_timeout_s", return_value=LIMIT_S if step == 1 else 300.0):
+                absent = step == 1 and rank == 0
+                try:
+                    got = two_sums(x, w)[0] if absent else function(x, w)[0]
+                except DisagreementError:
+                    right.append(step == 1)
+                    got = two_sums(x, w)[0]
+            right.append(torch.allclose(got, two_sums(x, w)[0], atol=1e-4))
+    return right
+
+
+@pytest.mark.ranks
+def test_ranks_meet_again_after_a_meeting_to_which_one_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its post in the store must not count in a later meeting, in which it would be one ahead."""
+    monkeypatch.setenv("ASYNCTP_AGREE_S", "120")
+    first, second = run_ranks(2, meets_again, timeout_s=300)
+    assert first == [True] * 4
+    assert second == [True] * 5
+
+
+def late(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 0 comes after rank 1 has left. It waits for it in the next meeting, to which rank 1 comes."""
+    group, error = dist.group.WORLD.group_name, ""  # type: ignore[union-attr]
+    with mock.patch.object(compat, "group_timeout_s", return_value=LIMIT_S if rank else 120.0):
+        if rank == 0:
+            time.sleep(2 * LIMIT_S)
+        else:
+            try:
+                meeting.meet("key", "drop: [0]", group)
+            except DisagreementError as raised:
+                error = str(raised)
+            time.sleep(2 * LIMIT_S)
+    with mock.patch.object(compat, "group_timeout_s", return_value=120.0):
+        meeting.meet("key", "drop: [0]", group)
+    peers = compat.peers_of(group)
+    assert peers is not None
+    at = f"asynctp/{peers.life}/meet/key"
+    kept = [number for number in range(3) if peers.store.check([f"{at}/{number}/{rank}"])]
+    dist.barrier()
+    return error, str(kept)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_comes_late_does_not_go_on_alone() -> None:
+    (none, kept), (error, kept_too) = run_ranks(2, late, timeout_s=120)
+    assert not none
+    assert "rank 0 of group" in error
+    assert kept == kept_too == "[1]"
+
+
+def in_turn(rank: int, world_size: int) -> bool:
+    """Three ranks with a group for each pair. Rank 2 comes to its meeting only after rank 1's group has communicated.
+
+    Groups communicate in the order [0, 1], [1, 2], [0, 2].
+    """
+    x, w = operands(rank)
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (1, 2), (0, 2))}
+
+    def program(x: Tensor, first: bool, last: bool) -> Tensor:
+        if first:
+            x = x + _summed(x, w, groups[0, 1])
+        if last:
+            x = x + _summed(x.tanh(), w, groups[0, 2])
+        return x
+
+    def step(function: Callable[..., Tensor]) -> Tensor:
+        if rank == 2:
+            dist.recv(torch.zeros(1), 1, group=groups[1, 2])
+        got = function(x, rank != 2, rank != 1)
+        if rank == 1:
+            dist.send(torch.ones(1), 2, group=groups[1, 2])
+        return got
+
+    function = with_options(program)
+    with torch.no_grad(), mock.patch.object(compat, "group_timeout_s", return_value=20.0):
+        function(x, rank != 2, rank != 1)
+        return torch.allclose(step(function), step(program), atol=1e-4)
+
+
+def _summed(x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return funcol.all_reduce(x @ w, "sum", group) + funcol.all_reduce((x + 1) @ w, "sum", group)
+
+
+@pytest.mark.ranks
+def test_a_group_meets_after_the_groups_that_communicate_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNCTP_AGREE_S", "120")
+    assert run_ranks(3, in_turn, timeout_s=300) == [True] * 3
+
+
 # --- which graphs meet -----------------------------------------------------------------------------------------
 @pytest.fixture
 def meetings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
@@ -175,3 +274,26 @@ def test_a_group_with_symmetric_memory_does_not_meet(meetings: list[str], has_me
     with mock.patch.object(meeting, "overlapped", return_value=Kernels), torch.no_grad():
         with_options(two_sums)(*operands(0))
     assert meetings == [] if has_memory else len(meetings) == 1
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_the_compiled_code_communicates_in_order_and_after_its_meetings(meetings: list[str], fallback: bool) -> None:
+    """Inductor may run what reads one tensor in any order, the meeting and its all-reduce too. Nothing uses the first.
+
+    A group of its own has no deviation; the next one has a sum, and the last one a bucket, whose operands are inputs.
+    """
+    first, second, third = (dist.new_group([0, 1]) for _ in range(3))
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        seen = funcol.all_reduce(x, "sum", first)
+        total = _summed(x * 2, w, second)
+        largest = [funcol.all_reduce(one.amax(), "max", third) for one in (x, w)]
+        return seen.sum() + total * largest[0] * largest[1]
+
+    function = with_options(program, fallback_by_default=fallback)
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(function, *operands(0))
+    calls = re.findall(r"^ +(?:\w+ = )?torch\.ops\.\w+\.(meet|\w*all_reduce)_?\.default\(.*'(\d+)'", code, re.MULTILINE)
+    names = [group.group_name for group in (first, second, third)]
+    wanted = [("all_reduce", names[0]), ("meet", names[1]), ("matmul_all_reduce", names[1])]
+    assert calls == [*wanted, ("meet", names[2]), ("all_reduce", names[2])]
