@@ -4,10 +4,10 @@
 
 Ranks do such a deviation all or none, by a vote when they compile. Afterwards a rank may still run another graph: one
 of another Python value, or the program itself, without a compile. Over symmetric memory unlike calls are found where
-they meet, and this op does nothing. Over torch's own collectives they would be added or joined without a word. So a
-graph with deviations has this op before it communicates in their group. A rank waits in it until all ranks of the group
-run a graph with the same ones; they may be graphs of several functions. It waits in the store of the group, as long as
-a collective of the group would. In a CUDA graph it waits when that is captured, and not in replays.
+they meet. Over torch's own collectives they would be added or joined without a word. So on CPUs, where there are no
+others, a graph with deviations has this op before it communicates in their group. A rank waits in it until all ranks of
+the group run a graph with the same ones; they may be graphs of several functions. It waits in the store of the group,
+as long as a collective of the group would. On GPUs the host is ahead of the collectives, so that it could not tell.
 
 Importing this module registers the op.
 """
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from asynctp_passes import compat
 from asynctp_passes.errors import DisagreementError
-from asynctp_passes.ops.choice import overlapped
 from asynctp_passes.ops.registration import register
 
 __all__ = ["meet"]
@@ -127,10 +126,7 @@ def _missing(peers: compat.Peers, at: str) -> str:
 
 # --- registration -----------------------------------------------------------------------------------------------
 def _real_meet(beside: Tensor, key: str, deviations: str, group_name: Any) -> Tensor:
-    name = compat.group_name_of(group_name)
-    kernels = overlapped(beside)
-    if kernels is None or not kernels.has_memory(compat.process_group(name), beside.device):
-        meet(key, deviations, name)
+    meet(key, deviations, compat.group_name_of(group_name))
     return _fake_meet(beside, key, deviations, group_name)
 
 

@@ -145,30 +145,22 @@ class Plan:
 
     @functools.cached_property
     def meetings(self) -> list[Ballot]:
-        """The deviations before which ranks meet at run time, where the group's transport does not compare calls.
+        """The deviations before which ranks meet at run time: of groups that have torch's collectives alone.
 
-        Not of groups whose collectives stay torch's on a GPU, those of parameters: there the host waits for nobody.
-        Nor of gathers that are kept: without asynctp's transport that changes nothing that is sent.
+        Not on GPUs: there unlike calls are found in symmetric memory, and the host waits for nobody.
         """
         if not self.context.config.agree:
             return []
         collectives = [one.collective for one in self.candidates]
-        meeting = {one.group_key for one in collectives if one.group_key in self.wire or not on_wire(one)}
-        again: dict[str, list[str]] = {}
-        for one in collectives if self._is_backward else ():
-            if AGREED in one.node.meta:
-                again.setdefault(one.group_key, []).extend(one.node.meta[AGREED].deviations)
-        kept = {(one.group_key, self.context.words.of_kept(one)) for one in self.kept}
+        blind = {one.group_key for one in collectives if not on_wire(one)}
+        joint: dict[str, list[str]] = {}
+        for one in collectives:
+            if AGREED in one.node.meta and (self._is_backward or REMATERIALIZED not in one.node.meta):
+                joint.setdefault(one.group_key, []).extend(one.node.meta[AGREED].deviations)
         found = [
-            dataclasses.replace(
-                ballot,
-                deviations=(
-                    *(text for text in ballot.deviations if (ballot.group, text) not in kept),
-                    *again.get(ballot.group, ()),
-                ),
-            )
+            dataclasses.replace(ballot, deviations=(*ballot.deviations, *joint.get(ballot.group, ())))
             for ballot in ballots_of(self)
-            if ballot.group in meeting
+            if ballot.group in blind
         ]
         return [ballot for ballot in found if ballot.deviations]
 

@@ -36,15 +36,6 @@ def memory_for(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
     return existing_memory(group) or _new_memory(group, device)
 
 
-def has_memory(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's calls go by symmetric memory, where unlike calls are found; it is made if need be.
-
-    Raises:
-        RuntimeError: as `memory_for`.
-    """
-    return memory_for(group, device) is not None
-
-
 def _new_memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None:
     if group in _unavailable:
         _require_none_forced(_unavailable[group])
