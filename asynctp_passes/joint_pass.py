@@ -71,10 +71,13 @@ def _tag(graph: fx.Graph, config: Config, attempt: Attempt) -> None:
     for text, group in groups.items():
         if (refused := votes[group, text]) is not None:
             log.warning("asynctp: %s is left out, since a rank does not do it: %s", text, refused)
-        elif text in saved:
+            continue
+        agreed = Ballot(group, ballots[group].key, (text,), joint=True)
+        if text in saved:
             compat.save_instead(saved[text].collective.waits, saved[text].nodes)
+            saved[text].collective.node.meta[AGREED] = agreed
         else:
             one = again[text]
             compat.recompute_in_backward(one.nodes)
             one.gather.node.meta[REMATERIALIZED] = one.bytes or 0
-            one.gather.node.meta[AGREED] = Ballot(group, ballots[group].key, (text,), joint=True)
+            one.gather.node.meta[AGREED] = agreed
