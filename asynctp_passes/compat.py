@@ -623,6 +623,22 @@ def recompute_tag(node: fx.Node) -> Any:
     return node.meta.get(_RECOMPUTE)
 
 
+def is_saved(node: fx.Node) -> bool:
+    """True for a node of a joint graph that activation checkpointing saves for the backward."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return recompute_tag(node) is CheckpointPolicy.MUST_SAVE
+
+
+def save_instead(results: Sequence[fx.Node], unreduced: Sequence[fx.Node]) -> None:
+    """Have the partitioner save `results` for the backward, and compute what led to them again if it needs that."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    for nodes, tag in ((unreduced, CheckpointPolicy.PREFER_RECOMPUTE), (results, CheckpointPolicy.MUST_SAVE)):
+        for node in nodes:
+            node.meta[_RECOMPUTE] = tag
+
+
 def recompute_in_backward(nodes: Sequence[fx.Node]) -> None:
     """Have the partitioner compute nodes of a joint graph again in the backward, as activation checkpointing does.
 

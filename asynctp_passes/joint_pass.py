@@ -1,4 +1,4 @@
-"""The pass over a graph of a forward and its backward: it tags gathers, and notes the order of communication."""
+"""The pass over a graph of a forward and its backward: it tags what to keep, and notes the order of communication."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from asynctp_passes.ir.traversal import tangents_of
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import communicated
 from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED, rematerializations
+from asynctp_passes.planning.saved_products import saved_products
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting import toposort
 
@@ -24,7 +25,9 @@ log = logging.getLogger(__name__)
 
 
 def run_joint(graph: fx.Graph, config: Config) -> Report | None:
-    """Tag, in a graph of a forward and its backward, the gathers that are made again in the backward (`rematerialize`).
+    """Tag, in a graph of a forward and its backward, what the backward makes again, and what it is given.
+
+    Gathers are made again (`rematerialize`). Sums are given in place of products that checkpointing saves.
 
     Tags change nothing that is computed: the partitioner, which comes next, follows them. In any graph the order of
     communication is noted, for `run` to restore.
@@ -53,19 +56,28 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
 
 def _tag(graph: fx.Graph, config: Config, attempt: Attempt) -> None:
     decisions, context = decide_graph(graph, config)
+    words = context.words
     found = rematerializations(graph, decisions, config.rematerialize)
-    chosen = [one for one in found if one.chosen]
+    again = {words.of_rematerialized(one.gather): one for one in found if one.chosen}
+    saved = {words.of_saved(one.collective): one for one in saved_products(graph, decisions)}
+    groups = {text: one.gather.group_key for text, one in again.items()}
+    groups |= {text: one.collective.group_key for text, one in saved.items()}
     texts: dict[str, list[str]] = {}
-    for one in chosen:
-        texts.setdefault(one.gather.group_key, []).append(context.words.of_rematerialized(one.gather))
+    for text, group in groups.items():
+        texts.setdefault(group, []).append(text)
     keys = communicated((one.candidate.collective for one in decisions), "joint")
     ballots = {group: Ballot(group, key, tuple(texts.get(group, ())), joint=True) for group, key in keys.items()}
     votes = attempt.vote(list(ballots.values()))
-    for one in chosen:
-        group, text = one.gather.group_key, context.words.of_rematerialized(one.gather)
-        if votes[group, text] is None:
+    for text, group in groups.items():
+        if (refused := votes[group, text]) is not None:
+            log.warning("asynctp: %s is left out, since a rank does not do it: %s", text, refused)
+            continue
+        agreed = Ballot(group, ballots[group].key, (text,), joint=True)
+        if text in saved:
+            compat.save_instead(saved[text].collective.waits, saved[text].nodes)
+            saved[text].collective.node.meta[AGREED] = agreed
+        else:
+            one = again[text]
             compat.recompute_in_backward(one.nodes)
             one.gather.node.meta[REMATERIALIZED] = one.bytes or 0
-            one.gather.node.meta[AGREED] = Ballot(group, ballots[group].key, (text,), joint=True)
-        else:
-            log.warning("asynctp: %s is left out, since a rank does not do it: %s", text, votes[group, text])
+            one.gather.node.meta[AGREED] = agreed

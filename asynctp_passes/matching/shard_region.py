@@ -248,10 +248,11 @@ class ShardRegion:
         return self._twins.setdefault((self._computation(node), shape, self.context.segments[node]), node)
 
     def _computation(self, node: fx.Node) -> Any:
-        """A key for the value of a node: its op and arguments. Members and known nodes count by their values.
+        """A key for the value of a node: its op and arguments. Members, constants, known nodes count by their values.
 
         Where that is done element by element, it does not matter in which dimensions elements are.
         """
+        segments = self.context.segments
         by_elements = not self.members.keys().isdisjoint(node.all_input_nodes) and self._by_elements(node)
 
         def frozen(argument: Any) -> Any:
@@ -261,10 +262,17 @@ class ShardRegion:
                 twin, view, dtype = self.key(argument)
                 return twin, (view.digits, view.offset) if by_elements else view, dtype
             if isinstance(argument, fx.Node):
+                if (
+                    traits_of(argument).constant is not None and segments[argument] == segments[node]
+                ):  # none wrote to it
+                    return called(argument)
                 return self.known.get(argument, argument)
             return (type(argument), argument.hex() if isinstance(argument, float) else argument)
 
-        return node.target, frozen(node.args), frozen(tuple(sorted(node.kwargs.items())))
+        def called(node: fx.Node) -> Any:
+            return node.target, frozen(node.args), frozen(tuple(sorted(node.kwargs.items())))
+
+        return called(node)
 
     def _by_elements(self, node: fx.Node) -> bool:
         """True for a reduction of all elements, and for an op on members of the result's shape and on numbers."""

@@ -93,6 +93,10 @@ class Words:
         """The gather that is made again in the backward."""
         return f"again: all_gather {self._place[gather.node]}"
 
+    def of_saved(self, reduction: Collective) -> str:
+        """The reduction that is saved for the backward in place of its products."""
+        return f"save: {reduction.kind} {self._place[reduction.node]}"
+
     def of_kept(self, gather: Collective) -> str:
         """The gather whose result this rank keeps, whatever it multiplies."""
         return f"keep: all_gather {self._place[gather.node]}"

@@ -549,8 +549,14 @@ def case_scatter_beside_a_product(mesh: DeviceMesh) -> tuple[Report, ...]:
 
 
 def _saving_matmuls_and_scatters() -> Any:
-    saved = {torch.ops.aten.mm.default, torch.ops._c10d_functional.reduce_scatter_tensor.default}
+    return _saving({torch.ops.aten.mm.default, torch.ops._c10d_functional.reduce_scatter_tensor.default})
 
+
+def _saving_matmuls() -> Any:
+    return _saving({torch.ops.aten.mm.default})
+
+
+def _saving(saved: set[Any]) -> Any:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -575,6 +581,40 @@ class SavedScatters(CustomGraphPass):
 
 def case_selective_checkpoint_of_dtensors(mesh: DeviceMesh) -> tuple[Report, ...]:
     return _checkpoint(mlp(mesh), shard_of(mesh, 2, 4, 16), context_fn=_saving_matmuls_and_scatters)
+
+
+class SumOfRanks(torch.autograd.Function):
+    """The all-reduce after a row-sharded layer: gradients pass as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        return funcol.all_reduce(x, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def case_saved_matmuls_before_an_all_reduce(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """Matmuls alone are saved, and the backward needs none of the last one: the sum is kept in its place, and fused."""
+    group = mesh.get_group()
+    torch.manual_seed(0)
+    up, down = torch.randn(16, 32, requires_grad=True), torch.randn(32, 16, requires_grad=True)
+
+    def inner(x: Tensor) -> Tensor:
+        return x + SumOfRanks.apply(torch.relu(x.sin() @ up) @ down, group)
+
+    def program(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(inner, x, use_reentrant=False, context_fn=_saving_matmuls)
+        return out
+
+    start()
+    x = shard_of(mesh, 8, 16)
+    actual = train(compiled(program), x, (up, down))
+    reports = asynctp_passes.reports()
+    assert_close(actual, train(program, x, (up, down)))
+    assert_fused(reports, {"forward": 1})  # the backward has no collective left
+    return reports
 
 
 def case_compile_on_one_rank(mesh: DeviceMesh) -> tuple[Report, ...]:

@@ -13,7 +13,7 @@ TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
 
 def run_stack(
     program: Path, *arguments: object, launcher: tuple[str, ...] = (), environment: Mapping[str, str] | None = None,
-    paths: Mapping[str, list[Path]] | None = None, cwd: Path | None = None,
+    paths: Mapping[str, list[Path]] | None = None, cwd: Path | None = None, timeout_s: float = 1200,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run it on CPUs, without a network, and without `ASYNCTP_*` variables but those given; errors go to its output.
 
@@ -24,6 +24,7 @@ def run_stack(
         environment: Variables for it.
         paths: Folders that come first in variables such as `PYTHONPATH`.
         cwd: Where it runs.
+        timeout_s: Seconds after which it is ended.
     """
     given = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCTP_")}
     given |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
@@ -36,7 +37,7 @@ def run_stack(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=1200,
+        timeout=timeout_s,
         stdin=subprocess.DEVNULL,
         check=False,
     )

@@ -747,3 +747,40 @@ def test_the_remark_counts_what_travels() -> None:
     remark = fuse(b.returns(b.scaled_mm(rows, w, scale, w_scale)))
     received = 3 * 4  # rows of three other ranks
     assert (remark.comm_bytes, remark.keeps_gather) == (received * (32 + 4), False)
+
+
+def rows_times(b: GraphBuilder, whole: Node, least: Node, columns: int) -> Node:
+    """The product of rows in int8 with a weight of its own, by torchao's W8A8: `least` limits the rows' maxima."""
+    most = b.call(aten.maximum.default, b.call(aten.amax.default, b.call(aten.abs.default, whole), [1], True), least)
+    scale = b.call(cast, b.call(aten.div.Tensor, most, 127.5), torch.float32)
+    rounded = b.call(aten.round.default, b.call(aten.div.Tensor, whole, scale))
+    product = b.call(aten._int_mm.default, b.call(cast, rounded, torch.int8), b.input("w", [64, columns], torch.int8))
+    return b.mul(b.call(cast, product, torch.float32), scale)
+
+
+def tiny(b: GraphBuilder, number: float = 1e-4) -> Node:
+    return b.call(aten.full.default, [24, 1], number, dtype=torch.bfloat16)
+
+
+def test_rows_quantized_twice_with_a_constant_of_its_own_each() -> None:
+    """In inference torch merges no equal ops: each layer that takes the gathered rows has its own constant."""
+    b = GraphBuilder()
+    whole = b.gather(b.input("x", [6, 64], torch.bfloat16))
+    remark = fused_alike(b.returns(rows_times(b, whole, tiny(b), 16), rows_times(b, whole, tiny(b), 8)))
+    assert not remark.keeps_gather
+    assert remark.shapes["matmul"] == "int8[24, 64] @ int8[64, 16], int8[24, 64] @ int8[64, 8]"
+
+
+def test_rows_quantized_twice_with_a_constant_that_was_written_to() -> None:
+    b = GraphBuilder()
+    one, two = tiny(b), tiny(b)
+    b.call(aten.add_.Tensor, one, 100)
+    whole = b.gather(b.input("x", [6, 64], torch.bfloat16))
+    assert fused_alike(b.returns(rows_times(b, whole, one, 16), rows_times(b, whole, two, 8))).keeps_gather
+
+
+def test_rows_quantized_twice_with_other_constants() -> None:
+    b = GraphBuilder()
+    whole = b.gather(b.input("x", [6, 64], torch.bfloat16))
+    graph = b.returns(rows_times(b, whole, tiny(b), 16), rows_times(b, whole, tiny(b, 100), 8))
+    assert fused_alike(graph).keeps_gather
