@@ -27,7 +27,7 @@ from asynctp_passes.planning.legality import (
     on_wire,
 )
 from asynctp_passes.planning.overlap import plan_overlap
-from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED
+from asynctp_passes.planning.rematerialize import REMATERIALIZED, agreed_jointly
 from asynctp_passes.reasons import RESULT_DROPPED, Outcome, Refusal
 
 __all__ = ["Plan", "ballots_of", "outcome_of", "planned", "unfused", "untouched", "without_refused"]
@@ -155,8 +155,8 @@ class Plan:
         blind = {one.group_key for one in collectives if not on_wire(one)}
         joint: dict[str, list[str]] = {}
         for one in collectives:
-            if AGREED in one.node.meta and (self._is_backward or REMATERIALIZED not in one.node.meta):
-                joint.setdefault(one.group_key, []).extend(one.node.meta[AGREED].deviations)
+            if (agreed := agreed_jointly(one.node, in_backward=self._is_backward)) is not None:
+                joint.setdefault(one.group_key, []).extend(agreed.deviations)
         found = [
             dataclasses.replace(ballot, deviations=(*ballot.deviations, *joint.get(ballot.group, ())))
             for ballot in ballots_of(self)

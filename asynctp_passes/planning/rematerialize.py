@@ -27,24 +27,34 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import mutates
+from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.matching.near_miss import reduces, transparent
 from asynctp_passes.planning import cost_model
 
-__all__ = ["AGREED", "LEAST_BYTES", "REMATERIALIZED", "Rematerialization", "rematerializations"]
+__all__ = ["AGREED", "LEAST_BYTES", "REMATERIALIZED", "Rematerialization", "agreed_jointly", "rematerializations"]
 
 REMATERIALIZED = "asynctp_rematerialized"
 """Key in the `meta` of a gather that the backward makes again: the bytes gathered, 0 where that is symbolic."""
 
 AGREED = "asynctp_agreed"
-"""Key in the `meta` of such a gather: the ballot on which the ranks agreed to make it again."""
+"""Key in the `meta` of a collective of a joint graph: the ballot on which the ranks agreed to make such a gather again,
+or to save the result of a reduction."""
 
 LEAST_BYTES = 32 << 20
 """`"auto"` leaves a gather by which a rank receives fewer: the host takes as long to start it (0.1 ms), and a program
 that moves so little waits for the host. Source: `docs/results/2026-11-22-h200x2/regather.txt`.
 """
+
+
+def agreed_jointly(node: fx.Node, *, in_backward: bool) -> Ballot | None:
+    """The ballot on the joint graph that decides on a collective of this half of it.
+
+    A gather is made again in the backward. A sum is saved by the forward.
+    """
+    return node.meta.get(AGREED) if in_backward == (REMATERIALIZED in node.meta) else None
 
 
 @dataclass(frozen=True)

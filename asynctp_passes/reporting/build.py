@@ -23,7 +23,7 @@ from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherCh
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.legality import is_named_for_data
 from asynctp_passes.planning.plan import Plan, ballots_of, outcome_of, untouched
-from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED
+from asynctp_passes.planning.rematerialize import REMATERIALIZED, agreed_jointly
 from asynctp_passes.reasons import NO_MATMUL, OUTSIDE_GRAPH, Outcome
 from asynctp_passes.reporting import internal, torch_notes
 from asynctp_passes.reporting.report import Bucketed, Remark, Report
@@ -49,7 +49,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, votes: Mapping[tuple[
         _remark(one, phase, plan.outcome(one), one.candidate.collective.node in plan.accelerated)
         for one in plan.decisions
     )
-    agreed = _agreed_before(plan.decisions) if phase == "backward" else []
+    agreed = _agreed_before(plan.decisions, phase)
     why = "since ranks differ" if config.deviate else "as the options ask"
     ranks_differ = [f"not done, {why}: {reason}" for reason in votes.values() if reason is not None]
     return Report(
@@ -262,10 +262,11 @@ def _with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:
     return dataclasses.replace(remark, call=told, implementation=runs)
 
 
-def _agreed_before(decisions: Sequence[Decision]) -> list[Ballot]:
-    """The ranks' agreements on gathers of this graph from the time when it was one with its forward."""
+def _agreed_before(decisions: Sequence[Decision], phase: str) -> list[Ballot]:
+    """The ranks' agreements on collectives of this graph from the time when forward and backward were one graph."""
     nodes = (one.candidate.collective.node for one in decisions)
-    return [node.meta[AGREED] for node in nodes if AGREED in node.meta]
+    found = (agreed_jointly(node, in_backward=phase == "backward") for node in nodes)
+    return [ballot for ballot in found if ballot is not None]
 
 
 def report_of_failure(graph: fx.Graph, config: Config, phase: str, summary: str) -> Report:
