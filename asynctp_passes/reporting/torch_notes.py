@@ -13,7 +13,10 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.ir.nodes import tensor_of
 
-__all__ = ["hidden_calls", "notes"]
+__all__ = ["from_another_process", "hidden_calls", "notes"]
+
+_BROKE = "torch broke a graph at "
+"""How the note on breaks of graphs begins."""
 
 _GATHER_HELPER = "_maybe_view_chunk_cat"
 """What `all_gather_tensor` calls for a dimension but the first; dynamo of torch 2.11 and 2.12 does not trace it."""
@@ -65,6 +68,12 @@ def notes(graph: fx.Graph, phase: str) -> tuple[str, ...]:
     return tuple(note for note in found if note)
 
 
+def from_another_process(notes: Sequence[str]) -> tuple[str, ...]:
+    """The notes of a graph from a cache, with the breaks of this process instead of those of the one that filled it."""
+    own = [note for note in notes if not note.startswith(_BROKE)]
+    return tuple(note for note in (hidden_calls(), *own) if note)
+
+
 def hidden_calls(breaks: Sequence[str] | None = None) -> str:
     """The note on collectives and matmuls that run outside every graph, where no pass sees them; empty without any.
 
@@ -79,7 +88,7 @@ def hidden_calls(breaks: Sequence[str] | None = None) -> str:
 def _hidden(call: str, why: str, remedy: str, count: int) -> str:
     times = f"{count} time{'s' if count > 1 else ''}"
     return (
-        f"torch broke a graph at {call}, {times} in this process: what is called there runs outside every graph and is "
+        f"{_BROKE}{call}, {times} in this process: what is called there runs outside every graph and is "
         f"in no report ({why}); {remedy}"
     )
 

@@ -52,6 +52,7 @@ from asynctp_passes import (
     Report,
     StrictError,
     backend,
+    compat,
     joint_pass,
 )
 
@@ -375,6 +376,14 @@ def test_a_full_disk_ends_no_program(mesh: DeviceMesh, tmp_path: Path, caplog: p
         assert len(step(mesh, options=options)) == 2
     assert caplog.text.count("report_file='/dev/full' could not be written ([Errno 28]") == 2
     assert caplog.text.count("could not be written ([Errno 20] no folder); the program goes on") == 2
+
+
+def test_a_cached_graph_tells_of_no_break_of_the_process_that_compiled_it(mesh: DeviceMesh) -> None:
+    with mock.patch.object(compat, "graph_breaks", return_value=["async_op=True for distributed collectives"]):
+        first = step(mesh)
+    second = step(mesh)
+    assert hits() == (2, PLAIN_HITS)
+    assert ["torch broke a graph" in str(report) for report in (*first, *second)] == [True, True, False, False]
 
 
 def test_counters_are_left_clean(mesh: DeviceMesh) -> None:

@@ -51,6 +51,18 @@ def test_a_gather_hidden_by_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch_notes.hidden_calls(["print"]) == ""
 
 
+def test_a_cached_graph_has_the_breaks_of_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that filled the cache may have broken graphs, and this one not; or the other way round."""
+    monkeypatch.setattr(compat, "graph_breaks", lambda: [BROKEN, BROKEN])
+    (filled,) = torch_notes.notes(load(CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt").graph, "backward")
+    monkeypatch.setattr(compat, "graph_breaks", list)
+    assert torch_notes.from_another_process((filled, "another note")) == ("another note",)
+    monkeypatch.setattr(compat, "graph_breaks", lambda: [BROKEN])
+    (broken, other) = torch_notes.from_another_process((filled, "another note"))
+    assert "1 time in this process" in broken
+    assert other == "another note"
+
+
 def test_a_collective_whose_handle_hides_it() -> None:
     """Megatron's layers ask for handles; dynamo gives such a call up. The text is dynamo's own."""
     program = """
