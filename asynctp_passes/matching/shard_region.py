@@ -52,7 +52,7 @@ from asynctp_passes.ir.sizes import Size, product, quotient, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks
-from asynctp_passes.layout.propagation import Propagation, is_view, propagate, views_of
+from asynctp_passes.layout.propagation import Propagation, changes_elements, is_view, propagate, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.reasons import Refusal
@@ -143,6 +143,9 @@ class ShardRegion:
     def located(self, node: fx.Node, view: IndexMap) -> GatherPlacement | Refusal:
         """Where the ranks are in a matrix: a view of a node's root."""
         root = self.roots[self.home[node]]
+        before, after = value_of(root.node).dtype, value_of(node).dtype
+        if before.itemsize != after.itemsize:
+            return changes_elements(before, after)
         return locate_gather(view, root.block, self.gather.group_size, root.outer)
 
     def views_to(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
@@ -212,8 +215,11 @@ class ShardRegion:
     def _spread(self, root: _Root) -> None:
         """Find the members among a root's views, and line up what is computed from them."""
         for node, view in root.propagation.maps.items():
+            value = tensor_of(node)
+            if value is None or value.dtype.itemsize != value_of(root.node).dtype.itemsize:
+                continue
             place = locate_ranks(view, root.block, self.gather.group_size, root.outer)
-            if isinstance(place, RankPlacement) and tensor_of(node) is not None:
+            if isinstance(place, RankPlacement):
                 self.members[node] = place
         for user in {user for node in root.propagation.maps if node in self.members for user in node.users}:
             if not (root.propagation.has(user) or is_size(user) or is_matmul(user) or user.op == "output"):

@@ -100,6 +100,55 @@ def bits_negated(bits: torch.dtype, dtype: torch.dtype, times: bool = False) -> 
     return attack
 
 
+def pieces_of_two_dtypes(b: Builder) -> list[Node]:
+    """`cat` converts the numbers that the first shard's bits make to bfloat16."""
+    x, w = inputs(b, (4, 6), (6, 8), dtype=torch.bfloat16)
+    first, second = b.items(b.call(aten.split.Tensor, gathered(b, x), 4, 0))
+    joined = b.call(aten.cat.default, [b.call(aten.view.dtype, first, torch.int16), second], 0)
+    return [b.call(aten.mm.default, joined, w)]
+
+
+def parts_of_a_product_of_two_dtypes(b: Builder) -> list[Node]:
+    x, w = inputs(b, (8, 6), (6, 8), dtype=torch.bfloat16)
+    first, second = b.items(b.call(aten.split.Tensor, b.call(aten.mm.default, x, w), 4, 0))
+    return [scattered(b, b.call(aten.cat.default, [b.call(aten.view.dtype, first, torch.int16), second], 0))]
+
+
+def pieces_joined_as(bits: torch.dtype, dtype: torch.dtype, dim: int) -> Attack:
+    """The shards [2, 4, 6] are joined as elements of another size, and seen as what they were then."""
+
+    def attack(b: Builder) -> list[Node]:
+        (x,) = inputs(b, (2, 4, 6), dtype=dtype)
+        pieces = b.items(b.call(aten.split.Tensor, gathered(b, x), 2, 0))
+        joined = b.call(aten.cat.default, [b.call(aten.view.dtype, piece, bits) for piece in pieces], dim)
+        rows = b.call(aten.reshape.default, b.call(aten.view.dtype, joined, dtype), [-1, 12 if dim == 2 else 6])
+        return [b.call(aten.mm.default, rows, b.placeholder((rows.meta["val"].shape[1], 8), dtype))]
+
+    return attack
+
+
+def part_of_the_bytes(*steps: tuple[Any, ...]) -> Attack:
+    """As many of the bytes of gathered int16 numbers as there are numbers."""
+
+    def attack(b: Builder) -> list[Node]:
+        (x,) = inputs(b, (4, 8), dtype=torch.int16)
+        some = b.call(aten.view.dtype, gathered(b, x), torch.int8)
+        for target, *arguments in steps:
+            some = b.call(target, some, *arguments)
+        return [b.call(aten._int_mm.default, some, b.placeholder((some.meta["val"].shape[1], 8), torch.int8))]
+
+    return attack
+
+
+def bytes_moved_between_elements(b: Builder) -> list[Node]:
+    """The low bytes of a row, then the high ones, seen as numbers."""
+    x, w = inputs(b, (4, 8), (8, 5), dtype=torch.float32)
+    words = b.call(aten.view.dtype, gathered(b, x), torch.int16)
+    halves = b.call(aten.permute.default, b.call(aten.reshape.default, words, [8, 8, 2]), [0, 2, 1])
+    moved = b.call(aten.reshape.default, b.call(aten.clone.default, halves), [8, 16])
+    return [b.call(aten.mm.default, b.call(aten.view.dtype, moved, torch.float32), w)]
+
+
 # --- one weight for all matrices of a batch ----------------------------------------------------------------------
 def batch_times(*steps: tuple[Any, ...], weight: tuple[int, ...] = (6, 6)) -> Attack:
     """A gathered batch [6, 4, 6] times a weight that is repeated for all of it, and then seen in other ways."""
@@ -411,6 +460,14 @@ TENSORS: dict[str, tuple[Attack, list[str]]] = {
     "base of operand, mutated": (base_of_operand_mutated, ["F"]),
     "bytes as two fp8 types": (bytes_as_two_fp8_types, ["F"]),
     "words as two half types": (words_as_two_half_types, ["F"]),
+    "pieces of two dtypes": (pieces_of_two_dtypes, ["ATP105"]),
+    "parts of a product of two dtypes": (parts_of_a_product_of_two_dtypes, ["ATP105"]),
+    "pieces joined as bytes": (pieces_joined_as(torch.uint8, torch.float32, 1), ["F"]),
+    "pieces joined as bytes, along the contraction": (pieces_joined_as(torch.uint8, torch.bfloat16, 2), ["F"]),
+    "pieces joined as larger elements": (pieces_joined_as(torch.int64, torch.float32, 1), ["F"]),
+    "every other byte": (part_of_the_bytes((aten.slice.Tensor, 1, 0, 16, 2)), ["ATP104"]),
+    "bytes of half of the rows": (part_of_the_bytes((aten.slice.Tensor, 0, 0, 4)), ["ATP104"]),
+    "bytes moved between elements": (bytes_moved_between_elements, ["ATP104"]),
     "product summed as integers": (product_summed_as_integers, ["ATP105"]),
     "terms added as integers": (terms_added_as_integers, ["ATP111"]),
     "bits negated as integers": (bits_negated(torch.int16, torch.bfloat16), ["ATP105"]),
