@@ -319,7 +319,8 @@ class GatherChain(_Chain):
     @property
     def needs(self) -> tuple[fx.Node, ...]:
         """The nodes that the fused op reads besides the shard, and the hoisted ops besides their parts."""
-        gathered = {self.matmuls[0].scaled.a_scale} if self.scale_placement and self.matmuls[0].scaled else set()
+        scaled = [matmul.scaled for matmul in self.matmuls if matmul.scaled is not None and self.scale_placement]
+        gathered = {one.a_scale for one in scaled}
         operands = [node for matmul in self.matmuls for node in matmul.operands if node not in gathered]
         others = [node for step in (self.hoist.computed if self.hoist else ()) for node in step.others]
         return (*operands, *others, *(gather.source for gather in self.joined))

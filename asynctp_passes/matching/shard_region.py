@@ -52,9 +52,9 @@ from asynctp_passes.ir.sizes import Size, product, quotient, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks
-from asynctp_passes.layout.propagation import Propagation, changes_elements, is_view, propagate, views_of
+from asynctp_passes.layout.propagation import Propagation, changes_elements, propagate, views_of
 from asynctp_passes.matching import near_miss
-from asynctp_passes.matching.match_context import MatchContext
+from asynctp_passes.matching.match_context import MatchContext, frozen, is_pure
 from asynctp_passes.reasons import Refusal
 
 __all__ = ["ShardRegion", "Users", "is_small"]
@@ -230,7 +230,7 @@ class ShardRegion:
 
         def is_open(node: fx.Node) -> bool:
             settled = node in self.known or node in self._unknown or node in self.home
-            return not settled and self.context.depends(node, self.gather.node) and _pure(node)
+            return not settled and self.context.depends(node, self.gather.node) and is_pure(node)
 
         for node in self.context.sorted(reachable([end] if self.cross_rank else [], where=is_open)):
             needed = (one for one in node.all_input_nodes if self.context.depends(one, self.gather.node))
@@ -260,17 +260,13 @@ class ShardRegion:
         """
         by_elements = not self.members.keys().isdisjoint(node.all_input_nodes) and self._by_elements(node)
 
-        def frozen(argument: Any) -> Any:
-            if isinstance(argument, list | tuple):
-                return tuple(frozen(item) for item in argument)
-            if isinstance(argument, fx.Node) and argument in self.members:
-                twin, view, dtype = self.key(argument)
-                return twin, (view.digits, view.offset) if by_elements else view, dtype
-            if isinstance(argument, fx.Node):
-                return self.known.get(argument, argument)
-            return (type(argument), argument.hex() if isinstance(argument, float) else argument)
+        def key_of(operand: fx.Node) -> Any:
+            if operand not in self.members:
+                return self.known.get(operand, operand)
+            twin, view, dtype = self.key(operand)
+            return twin, (view.digits, view.offset) if by_elements else view, dtype
 
-        return node.target, frozen(node.args), frozen(tuple(sorted(node.kwargs.items())))
+        return node.target, frozen((node.args, sorted(node.kwargs.items())), key_of)
 
     def _by_elements(self, node: fx.Node) -> bool:
         """True for a reduction of all elements, and for an op on members of the result's shape and on numbers."""
@@ -367,7 +363,9 @@ class ShardRegion:
             if traits.constant is not None:
                 if not isinstance(filling_of(step), int | float):
                     return False
-            elif not sources or not _pure(step) or traits.takes_part or (traits.view is not None and len(sources) > 1):
+            elif (
+                not sources or not is_pure(step) or traits.takes_part or (traits.view is not None and len(sources) > 1)
+            ):
                 return False
             else:
                 stack.extend(sources)
@@ -391,7 +389,7 @@ class ShardRegion:
             seen.add(step)
             sources = step.all_input_nodes
             traits = traits_of(step)
-            if not (_pure(step) and not traits.takes_part if sources else traits.constant is not None):
+            if not (is_pure(step) and not traits.takes_part if sources else traits.constant is not None):
                 return False
             stack.extend(sources)
         self._uniform_nodes |= seen
@@ -405,13 +403,6 @@ def _makes_uniform(other: Collective, gather: Collective) -> bool:
 
 def _same_place(a: _Place, b: _Place) -> bool:
     return a[0] == b[0] and same(a[1], b[1]) and same(a[2], b[2])
-
-
-def _pure(node: fx.Node) -> bool:
-    """True for ops whose result is decided by their tensors: views, casts, pointwise ops."""
-    if is_view(node):
-        return True
-    return is_pointwise(node) and not mutates(node) and not is_random(node) and tensor_of(node) is not None
 
 
 def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:
