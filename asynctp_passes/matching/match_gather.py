@@ -183,7 +183,7 @@ def _rows_that_scale(region: ShardRegion, data: GatherPlacement, multiplications
     used = region.used_elsewhere(set())
     end, users = next(iter(used.items())) if len(used) == 1 else (None, ())
     value = tensor_of(end)
-    if end is None or value is None or not compat.is_contiguous(value):
+    if end is None or end in region.cut_steps or value is None or not compat.is_contiguous(value):
         return None
     if not all(near_miss.only_scales(multiplications, one) for one in users):
         return None

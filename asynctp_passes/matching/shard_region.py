@@ -54,6 +54,7 @@ from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks
 from asynctp_passes.layout.propagation import Propagation, changes_elements, propagate, views_of
 from asynctp_passes.matching import near_miss
+from asynctp_passes.matching.cut_rows import find_cuts
 from asynctp_passes.matching.match_context import MatchContext, frozen, is_pure
 from asynctp_passes.reasons import Refusal
 
@@ -97,6 +98,8 @@ class ShardRegion:
         known: These, and what is computed from nothing else of the gathered tensor, as far as that was asked: all ranks
             have it before that is there. With the first node that has the same values.
         refused: Users of members that are not members, and why.
+        cuts: Left operands that have the rows of the gathered tensor but for some at the end.
+        cut_steps: These, and what lies between: nodes at home in the gathered tensor that have no map of their own.
     """
 
     def __init__(self, context: MatchContext, gather: Collective) -> None:
@@ -114,6 +117,10 @@ class ShardRegion:
         self._waiting: list[int] = []
         block = product(context.sizes.of(value_of(gather.input)))
         self._add(_Root(gather.node, 1, block, context.propagation_of(gather), gather.node))
+        found = find_cuts(context.propagation_of(gather), gather.group_size, context.sizes)
+        self.cuts = {cut.operand: cut for cut in found if any(map(is_matmul, cut.operand.users))}
+        self.cut_steps = {step for cut in self.cuts.values() for step in cut.steps}
+        self.home.update(dict.fromkeys(self.cut_steps, gather.node))
 
     def grow(self) -> None:
         """Add what is computed: the users of members in graph order, so that operands are known before their users."""
@@ -139,6 +146,12 @@ class ShardRegion:
     def view(self, node: fx.Node) -> IndexMap:
         """The map of a tensor at home in the region into its root."""
         return self.roots[self.home[node]].propagation.maps[node]
+
+    def rows_of(self, operand: fx.Node) -> IndexMap | Refusal:
+        """The map of a matmul's left operand as a matrix; of one that is cut, that of all rows."""
+        if operand in self.cuts:
+            return self.cuts[operand].rows
+        return self.context.rows_and_columns(self.view(operand), operand)
 
     def located(self, node: fx.Node, view: IndexMap) -> GatherPlacement | Refusal:
         """Where the ranks are in a matrix: a view of a node's root."""
