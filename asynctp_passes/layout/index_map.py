@@ -10,6 +10,7 @@ in row-major order. All views are small edits of that list:
 
     reshape   regroups the digits, splitting one where a new dimension ends inside it
     permute   reorders the dimensions
+    dtype     of fewer bytes: one new digit, of a fraction of an element; of more bytes: that digit goes again
     slice     shortens a digit and moves the offset
     cat       of pieces whose offsets are o, o + d, o + 2d, ...: one new digit (number of pieces, d)
 
@@ -22,7 +23,7 @@ integer symbols; every comparison is an algebraic identity, so nothing here guar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import sympy
@@ -138,6 +139,25 @@ class IndexMap:
     def insert(self, axis: int) -> IndexMap:
         """A new dimension of one index before dimension `axis`."""
         return IndexMap((*self.dims[:axis], (), *self.dims[axis:]), self.offset)
+
+    def resized(self, before: Size, after: Size) -> IndexMap | None:
+        """The same memory as elements of another size, in the last dimension; None where that is no strided view.
+
+        Args:
+            before: How large an element is, as a part of one of the source: 1, 1/4 or 2, say.
+            after: How large one is then.
+        """
+        if not self.dims:
+            return None
+        *dims, last = self.dims
+        finer = quotient(before, after)
+        if finer is not None:
+            return replace(self, dims=(*dims, tidy_dim([*last, Digit(finer, after)])))
+        coarser = quotient(after, before)
+        count = quotient(last[-1].size, coarser) if last and coarser is not None else None
+        if count is None or not same(last[-1].stride, before):
+            return None
+        return replace(self, dims=(*dims, tidy_dim([*last[:-1], Digit(count, after)])))
 
 
 def undivided(fact: str, digits: Iterable[Digit], sizes: Iterable[Size]) -> Refusal:

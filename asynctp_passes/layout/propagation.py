@@ -21,7 +21,7 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.ir.matmuls import added_matrix
 from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, traits_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.sizes import Size, Sizes, product, same
+from asynctp_passes.ir.sizes import Size, Sizes, canonical, product, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap, concatenate
 from asynctp_passes.ops.checks import WIDENED
@@ -32,6 +32,7 @@ __all__ = [
     "Propagation",
     "Terms",
     "adds",
+    "changes_elements",
     "distributed",
     "is_sum",
     "is_view",
@@ -114,6 +115,7 @@ class _Call:
     values: Mapping[str, Any]
     propagation: Propagation
     sizes: Sizes
+    sums: bool
 
     @property
     def first(self) -> Any:
@@ -157,7 +159,7 @@ def propagate(
             continue
         handler = _handler(node, sums) if any(map(propagation.has, node.all_input_nodes)) else None
         if handler is not None:
-            _record(propagation, node, _apply(handler, node, propagation, sizes))
+            _record(propagation, node, _apply(handler, node, propagation, sizes, sums))
         elif not all(map(propagation.is_unrelated, node.all_input_nodes)):
             propagation.lost.add(node)
     return propagation
@@ -177,7 +179,9 @@ def sources_of(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, IndexMap
     return {node: IndexMap.identity(sizes.of(value)) for node, value in values.items() if value is not None}
 
 
-def _apply(handler: Callable[[_Call], Result], node: fx.Node, propagation: Propagation, sizes: Sizes) -> Result:
+def _apply(
+    handler: Callable[[_Call], Result], node: fx.Node, propagation: Propagation, sizes: Sizes, sums: bool
+) -> Result:
     values = arguments(node) if compat.is_op(node.target) else {"self": node.args[0], "index": node.args[1]}
     first = next(iter(values.values()))
     unknown = next((source for source in node.all_input_nodes if "val" not in source.meta), None)
@@ -185,7 +189,7 @@ def _apply(handler: Callable[[_Call], Result], node: fx.Node, propagation: Propa
         return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
     if isinstance(first, fx.Node) and not propagation.has(first) and handler not in (_add, _written):
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{node.name} rearranges another tensor")
-    return handler(_Call(node, values, propagation, sizes))
+    return handler(_Call(node, values, propagation, sizes, sums))
 
 
 def _record(propagation: Propagation, node: fx.Node, result: Result) -> None:
@@ -476,6 +480,9 @@ def _cat(call: _Call) -> Result:
     if any(call.propagation.terms[tensor] != call.propagation.terms[tensors[0]] for tensor in tensors):
         names = [tensor.name for tensor in tensors]
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces of different products: {', '.join(names)}")
+    dtypes = {value.dtype for value in map(tensor_of, tensors) if value is not None}
+    if len(dtypes) > 1:
+        return Refusal(reasons.COMPUTED_BETWEEN, f"joins pieces of {', '.join(sorted(map(str, dtypes)))}")
     pieces = [piece for piece in maps if piece is not None]
     stacks = traits_of(call.node).view is View.STACK
     axis: int = call.values["dim"]
@@ -489,11 +496,19 @@ def _bitcast(call: _Call) -> Result:
     before, after = tensor_of(call.first), tensor_of(call.node)
     if before is None or after is None:
         return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
-    if before.dtype.itemsize != after.dtype.itemsize:
-        return Refusal(
-            reasons.VIEW_NOT_UNDERSTOOD, f"{before.dtype} seen as {after.dtype} changes the number of elements"
-        )
-    return call.source
+    if before.dtype.itemsize == after.dtype.itemsize:
+        return call.source
+    (source, *others) = (tensor_of(term) for term in call.propagation.terms[call.first].counts)
+    resized = None
+    if source is not None and not others and not call.sums:  # in sums an element may be converted to a wider one
+        widths = (sympy.Rational(one.dtype.itemsize, source.dtype.itemsize) for one in (before, after))
+        resized = call.source.resized(*map(canonical, widths))
+    return resized or changes_elements(before.dtype, after.dtype)
+
+
+def changes_elements(before: torch.dtype, after: torch.dtype) -> Refusal:
+    """A refusal of elements that are seen as ones of another size, and not as what they were again."""
+    return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{before} seen as {after} changes the number of elements")
 
 
 def _expand(call: _Call) -> Result:

@@ -17,6 +17,7 @@ from asynctp_passes.ir.sizes import Size, Sizes
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement, ScatterPlacement, arranged
 from asynctp_passes.layout.propagation import views_of
+from asynctp_passes.matching.cut_rows import Cut
 from asynctp_passes.reasons import Refusal
 
 __all__ = [
@@ -219,7 +220,8 @@ class GatherChain(_Chain):
     gathers them too, and `scale_placement` where it puts them. `passenger` is one of numbers that scale the matmuls'
     results instead. With a `hoist`, `views` holds the ops between too, and placements are those of its operand and
     scale. The fused op stands where the gather does, unless what it needs besides depends on a later communication:
-    then it `follows` that, and ranks must agree on it, since the gather changes its place among the collectives.
+    then it `follows` that, and ranks must agree on it, since the gather changes its place among the collectives. `cuts`
+    has the operands that lack some of the gathered rows: the fused op takes all rows, and they are cut off its results.
     """
 
     collective: Collective
@@ -232,6 +234,7 @@ class GatherChain(_Chain):
     passenger: Passenger | None = None
     hoist: Hoist | None = None
     follows: fx.Node | None = None
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def shard(self) -> fx.Node:
@@ -310,7 +313,8 @@ class GatherChain(_Chain):
 
     def sizes_written(self, sizes: Sizes) -> list[Size]:
         """The sizes of the views around the fused op, and of what is computed on the shard or gathered on its own."""
-        nodes = (self.collective.node, *(matmul.node for matmul in self.matmuls), *self.inputs)
+        whole = (cut.whole for cut in self.cuts)
+        nodes = (self.collective.node, *(matmul.node for matmul in self.matmuls), *whole, *self.inputs)
         beside = [self.scale_placement, None if self.passenger is None else self.passenger.placement]
         ways = [self.placement.shard, *(one.shard for one in beside if one is not None)]
         found = _placed(self.placement, ways, _known(nodes, sizes))
@@ -319,7 +323,8 @@ class GatherChain(_Chain):
     @property
     def needs(self) -> tuple[fx.Node, ...]:
         """The nodes that the fused op reads besides the shard, and the hoisted ops besides their parts."""
-        gathered = {self.matmuls[0].scaled.a_scale} if self.scale_placement and self.matmuls[0].scaled else set()
+        scaled = [matmul.scaled for matmul in self.matmuls if matmul.scaled is not None and self.scale_placement]
+        gathered = {one.a_scale for one in scaled}
         operands = [node for matmul in self.matmuls for node in matmul.operands if node not in gathered]
         others = [node for step in (self.hoist.computed if self.hoist else ()) for node in step.others]
         return (*operands, *others, *(gather.source for gather in self.joined))

@@ -59,6 +59,7 @@ def _chain(region: ShardRegion, products: Sequence[PlacedMatmul]) -> GatherChain
         returned=returned,
         scale_placement=lead.scale,
         hoist=hoist,
+        cuts=tuple(region.cuts[a] for a in dict.fromkeys(matmul.a for matmul in matmuls) if a in region.cuts),
     )
 
 
@@ -68,7 +69,7 @@ def _key(region: ShardRegion, one: PlacedMatmul) -> tuple[Any, ...]:
     operand = (region.twin(a), one.placement, value_of(a).dtype)
     if scaled is None:
         return operand
-    own = region.known.get(scaled.given_a_scale, scaled.given_a_scale)
+    own = region.known.get(scaled.given_a_scale) or region.context.alike(scaled.given_a_scale)
     scale = own if one.scale is None else (region.twin(scaled.given_a_scale), one.scale)
     return (*operand, scale, scaled.out_dtype, scaled.use_fast_accum, scaled.of_a)
 
@@ -87,7 +88,7 @@ def _returned(
     alone = not others and compat.is_contiguous(value_of(operand)) and operand not in region.gather.results
     if alone and taken <= set(views_of([operand])):
         roots = dict.fromkeys(region.home[node] for node in used if node not in taken)
-        copies = tuple(root for root in roots if _is_copy(region, root, operand))
+        copies = tuple(root for root in roots if operand not in region.cuts and _is_copy(region, root, operand))
         return (operand if taken or copies else None), copies
     return (region.gather.node if taken and not region.members else None), ()
 

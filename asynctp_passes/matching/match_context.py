@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective, Matmul
 from asynctp_passes.ir.matmuls import feeds_left_operand, is_matmul
-from asynctp_passes.ir.nodes import is_size, tensor_of, value_of, written_by
+from asynctp_passes.ir.nodes import is_pointwise, is_random, is_size, mutates, tensor_of, value_of, written_by
 from asynctp_passes.ir.order import communications, latest_communication
 from asynctp_passes.ir.sizes import Size, Sizes, product, same
 from asynctp_passes.ir.traversal import reachable, segments
 from asynctp_passes.layout.index_map import IndexMap
-from asynctp_passes.layout.propagation import Propagation, propagate, shares_memory, views_of
+from asynctp_passes.layout.propagation import Propagation, is_view, propagate, shares_memory, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.scaled_epilogue import read_product, scalings
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["MatchContext", "in_blocks"]
+__all__ = ["MatchContext", "frozen", "in_blocks", "is_pure"]
 
 
 class MatchContext:
@@ -112,6 +113,19 @@ class MatchContext:
         """The multiplications that scale matmuls' results."""
         return scalings(filter(is_matmul, self.nodes))
 
+    def alike(self, node: fx.Node) -> fx.Node:
+        """The first node that holds what a node does: made by the same views and pointwise ops of the same tensors."""
+        return self._alike.get(node, node)
+
+    @functools.cached_property
+    def _alike(self) -> dict[fx.Node, fx.Node]:
+        first, found = dict[Any, fx.Node](), dict[fx.Node, fx.Node]()
+        for node in filter(is_pure, self.nodes):
+            arguments = (node.args, sorted(node.kwargs.items()))
+            key = (node.target, frozen(arguments, lambda one: found.get(one, one)), self.segments[node])
+            found[node] = first.setdefault(key, node)
+        return found
+
     @functools.cached_property
     def above_matmuls(self) -> set[fx.Node]:
         """The nodes that a matmul is computed from."""
@@ -186,6 +200,22 @@ def in_blocks(collective: Collective, whole: Sequence[Size], part: Sequence[Size
     """True when the sizes of a whole are those of its parts, one a rank along the collective's dimension."""
     parts = [size * collective.group_size if axis == collective.dim else size for axis, size in enumerate(part)]
     return len(whole) == len(parts) and all(same(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def is_pure(node: fx.Node) -> bool:
+    """True for ops whose result is decided by their tensors: views, casts, pointwise ops."""
+    if is_view(node):
+        return True
+    return is_pointwise(node) and not mutates(node) and not is_random(node) and tensor_of(node) is not None
+
+
+def frozen(argument: Any, key_of: Callable[[fx.Node], Any]) -> Any:
+    """A key for arguments of nodes: equal for numbers of one type and value, and for nodes of equal keys."""
+    if isinstance(argument, list | tuple):
+        return tuple(frozen(item, key_of) for item in argument)
+    if isinstance(argument, fx.Node):
+        return key_of(argument)
+    return (type(argument), argument.hex() if isinstance(argument, float) else argument)
 
 
 def _moved(shape: Sequence[Size], source: int, dest: int) -> IndexMap:

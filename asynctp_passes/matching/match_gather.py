@@ -146,7 +146,8 @@ def _with_scales(data: ShardRegion, chain: GatherChain, scaled: ScaledOptions) -
     region = ShardRegion(context, scale)
     if region.used_elsewhere(set(nodes_of(chain.matmuls))) or data.late(scale.source) is not None:
         return None
-    placement = placed_scales(region, scale.node, region.view(scaled.given_a_scale), scaled.of_a, chain.placement)
+    given = scaled.given_a_scale
+    placement = placed_scales(region, given, region.view(given), scaled.of_a, chain.placement)
     if not isinstance(placement, GatherPlacement):
         return None
     views = region.views_to(matmul.scaled.given_a_scale for matmul in chain.matmuls if matmul.scaled is not None)
@@ -182,7 +183,7 @@ def _rows_that_scale(region: ShardRegion, data: GatherPlacement, multiplications
     used = region.used_elsewhere(set())
     end, users = next(iter(used.items())) if len(used) == 1 else (None, ())
     value = tensor_of(end)
-    if end is None or value is None or not compat.is_contiguous(value):
+    if end is None or end in region.cut_steps or value is None or not compat.is_contiguous(value):
         return None
     if not all(near_miss.only_scales(multiplications, one) for one in users):
         return None

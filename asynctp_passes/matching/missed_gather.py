@@ -27,6 +27,7 @@ from asynctp_passes.layout.placement import RankPlacement, locate_ranks
 from asynctp_passes.layout.propagation import Propagation, pads_at_end, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate
+from asynctp_passes.matching.cut_rows import unpads
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
@@ -59,21 +60,10 @@ class _Miss:
 
 def _named(gather: Collective, miss: _Miss) -> _Miss:
     """A miss for want of pieces that were only padding is one for uneven shards."""
-    cut = next((node for node in miss.nodes if _unpads(node, gather.group_size)), None)
+    cut = next((node for node in miss.nodes if unpads(node, gather.group_size)), None)
     if cut is None or miss.refusal.reason is not reasons.PIECES_MISSING:
         return miss
     return replace(miss, refusal=Refusal(reasons.UNEVEN_SHARDS, f"{op_name(cut)} {cut.name}: {miss.refusal.facts}"))
-
-
-def _unpads(node: fx.Node, ranks: int) -> bool:
-    """True for picking as many rows as there were before they were padded to a multiple of the ranks."""
-    picks = traits_of(node).view in (View.SLICE, View.NARROW, View.PICK)
-    before, after = tensor_of(node.args[0]) if picks else None, tensor_of(node)
-    if before is None or after is None or before.dim() != after.dim():
-        return False
-    pairs = zip(before.shape, after.shape, strict=True)
-    known = [(whole, kept) for whole, kept in pairs if isinstance(whole, int) and isinstance(kept, int)]
-    return any(kept < whole == -(-kept // ranks) * ranks for whole, kept in known)
 
 
 def _informative(miss: _Miss) -> int:

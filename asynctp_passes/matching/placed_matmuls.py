@@ -13,6 +13,7 @@ from asynctp_passes.ir.calls import Matmul, ScalesOfA
 from asynctp_passes.ir.matmuls import contracts_rows, is_matmul, operands_that_are, read_term
 from asynctp_passes.ir.nodes import op_name, value_of
 from asynctp_passes.ir.scales import scales_mismatch
+from asynctp_passes.ir.sizes import product, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, scales_rows
@@ -44,7 +45,8 @@ def placed_matmuls(region: ShardRegion) -> tuple[list[PlacedMatmul], dict[fx.Nod
     """The matmuls whose left operand is a tensor of the region, and why others that take one are no such matmul."""
     found: list[PlacedMatmul] = []
     missed: dict[fx.Node, Refusal] = {}
-    users = (user for root in region.roots.values() for user in root.propagation.all_users())
+    users = [user for root in region.roots.values() for user in root.propagation.all_users()]
+    users += [user for operand in region.cuts for user in operand.users]
     for node in region.context.sorted(filter(is_matmul, users)):
         result = _placed_matmul(region, node)
         if isinstance(result, PlacedMatmul):
@@ -70,7 +72,9 @@ def _placed_matmul(region: ShardRegion, node: fx.Node) -> PlacedMatmul | Refusal
 def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
     """A matmul with the place of the ranks in its left operand and in the scale of that, if that is of the region."""
     a_scale = None if matmul.scaled is None else matmul.scaled.a_scale
-    travels = a_scale in region.home
+    travels = a_scale in region.home and a_scale not in region.cut_steps
+    if matmul.a in region.cuts and not _has_one_scale(region, a_scale):
+        return Refusal(reasons.UNEVEN_SHARDS, f"{region.cuts[matmul.a].steps[0].name} cuts rows that have scales")
     for operand in matmul.operands:
         if not (travels and operand is a_scale) and region.needs_gather(operand):
             cause = region.cause(operand) if operand is a_scale else None
@@ -78,7 +82,7 @@ def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
         joins = operand is a_scale and operand in region.context.gather_of  # its gather may become part of this one
         if not (travels and operand is a_scale) and not joins and (late := region.late(operand)) is not None:
             return late
-    view = region.context.rows_and_columns(region.view(matmul.a), matmul.a)
+    view = region.rows_of(matmul.a)
     placement = view if isinstance(view, Refusal) else region.located(matmul.a, view)
     if isinstance(placement, Refusal):
         inside = placement.reason is reasons.NOT_ROWS_OR_CONTRACTION and contracts_rows(matmul.node)
@@ -92,6 +96,11 @@ def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
     if isinstance(scale, Refusal):
         return scale
     return scales_mismatch(matmul, matmul.scaled) if scale is None else PlacedMatmul(matmul, placement, scale)
+
+
+def _has_one_scale(region: ShardRegion, a_scale: fx.Node | None) -> bool:
+    """True for a left operand without a scale, or with one number for all rows."""
+    return a_scale is None or same(product(region.context.sizes.of(value_of(a_scale))), 1)
 
 
 def placed_scales(

@@ -52,9 +52,10 @@ from asynctp_passes.ir.sizes import Size, product, quotient, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks
-from asynctp_passes.layout.propagation import Propagation, is_view, propagate, views_of
+from asynctp_passes.layout.propagation import Propagation, changes_elements, propagate, views_of
 from asynctp_passes.matching import near_miss
-from asynctp_passes.matching.match_context import MatchContext
+from asynctp_passes.matching.cut_rows import find_cuts
+from asynctp_passes.matching.match_context import MatchContext, frozen, is_pure
 from asynctp_passes.reasons import Refusal
 
 __all__ = ["ShardRegion", "Users", "is_small"]
@@ -97,6 +98,8 @@ class ShardRegion:
         known: These, and what is computed from nothing else of the gathered tensor, as far as that was asked: all ranks
             have it before that is there. With the first node that has the same values.
         refused: Users of members that are not members, and why.
+        cuts: Left operands that have the rows of the gathered tensor but for some at the end.
+        cut_steps: These, and what lies between: nodes at home in the gathered tensor that have no map of their own.
     """
 
     def __init__(self, context: MatchContext, gather: Collective) -> None:
@@ -114,6 +117,10 @@ class ShardRegion:
         self._waiting: list[int] = []
         block = product(context.sizes.of(value_of(gather.input)))
         self._add(_Root(gather.node, 1, block, context.propagation_of(gather), gather.node))
+        found = find_cuts(context.propagation_of(gather), gather.group_size, context.sizes)
+        self.cuts = {cut.operand: cut for cut in found if any(map(is_matmul, cut.operand.users))}
+        self.cut_steps = {step for cut in self.cuts.values() for step in cut.steps}
+        self.home.update(dict.fromkeys(self.cut_steps, gather.node))
 
     def grow(self) -> None:
         """Add what is computed: the users of members in graph order, so that operands are known before their users."""
@@ -140,9 +147,18 @@ class ShardRegion:
         """The map of a tensor at home in the region into its root."""
         return self.roots[self.home[node]].propagation.maps[node]
 
+    def rows_of(self, operand: fx.Node) -> IndexMap | Refusal:
+        """The map of a matmul's left operand as a matrix; of one that is cut, that of all rows."""
+        if operand in self.cuts:
+            return self.cuts[operand].rows
+        return self.context.rows_and_columns(self.view(operand), operand)
+
     def located(self, node: fx.Node, view: IndexMap) -> GatherPlacement | Refusal:
         """Where the ranks are in a matrix: a view of a node's root."""
         root = self.roots[self.home[node]]
+        before, after = value_of(root.node).dtype, value_of(node).dtype
+        if before.itemsize != after.itemsize:
+            return changes_elements(before, after)
         return locate_gather(view, root.block, self.gather.group_size, root.outer)
 
     def views_to(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
@@ -212,8 +228,11 @@ class ShardRegion:
     def _spread(self, root: _Root) -> None:
         """Find the members among a root's views, and line up what is computed from them."""
         for node, view in root.propagation.maps.items():
+            value = tensor_of(node)
+            if value is None or value.dtype.itemsize != value_of(root.node).dtype.itemsize:
+                continue
             place = locate_ranks(view, root.block, self.gather.group_size, root.outer)
-            if isinstance(place, RankPlacement) and tensor_of(node) is not None:
+            if isinstance(place, RankPlacement):
                 self.members[node] = place
         for user in {user for node in root.propagation.maps if node in self.members for user in node.users}:
             if not (root.propagation.has(user) or is_size(user) or is_matmul(user) or user.op == "output"):
@@ -224,7 +243,7 @@ class ShardRegion:
 
         def is_open(node: fx.Node) -> bool:
             settled = node in self.known or node in self._unknown or node in self.home
-            return not settled and self.context.depends(node, self.gather.node) and _pure(node)
+            return not settled and self.context.depends(node, self.gather.node) and is_pure(node)
 
         for node in self.context.sorted(reachable([end] if self.cross_rank else [], where=is_open)):
             needed = (one for one in node.all_input_nodes if self.context.depends(one, self.gather.node))
@@ -255,22 +274,16 @@ class ShardRegion:
         segments = self.context.segments
         by_elements = not self.members.keys().isdisjoint(node.all_input_nodes) and self._by_elements(node)
 
-        def frozen(argument: Any) -> Any:
-            if isinstance(argument, list | tuple):
-                return tuple(frozen(item) for item in argument)
-            if isinstance(argument, fx.Node) and argument in self.members:
-                twin, view, dtype = self.key(argument)
+        def key_of(operand: fx.Node) -> Any:
+            if operand in self.members:
+                twin, view, dtype = self.key(operand)
                 return twin, (view.digits, view.offset) if by_elements else view, dtype
-            if isinstance(argument, fx.Node):
-                if (
-                    traits_of(argument).constant is not None and segments[argument] == segments[node]
-                ):  # none wrote to it
-                    return called(argument)
-                return self.known.get(argument, argument)
-            return (type(argument), argument.hex() if isinstance(argument, float) else argument)
+            if traits_of(operand).constant is not None and segments[operand] == segments[node]:  # nothing wrote to it
+                return called(operand)
+            return self.known.get(operand, operand)
 
-        def called(node: fx.Node) -> Any:
-            return node.target, frozen(node.args), frozen(tuple(sorted(node.kwargs.items())))
+        def called(call: fx.Node) -> Any:
+            return call.target, frozen((call.args, sorted(call.kwargs.items())), key_of)
 
         return called(node)
 
@@ -369,7 +382,9 @@ class ShardRegion:
             if traits.constant is not None:
                 if not isinstance(filling_of(step), int | float):
                     return False
-            elif not sources or not _pure(step) or traits.takes_part or (traits.view is not None and len(sources) > 1):
+            elif (
+                not sources or not is_pure(step) or traits.takes_part or (traits.view is not None and len(sources) > 1)
+            ):
                 return False
             else:
                 stack.extend(sources)
@@ -393,7 +408,7 @@ class ShardRegion:
             seen.add(step)
             sources = step.all_input_nodes
             traits = traits_of(step)
-            if not (_pure(step) and not traits.takes_part if sources else traits.constant is not None):
+            if not (is_pure(step) and not traits.takes_part if sources else traits.constant is not None):
                 return False
             stack.extend(sources)
         self._uniform_nodes |= seen
@@ -407,13 +422,6 @@ def _makes_uniform(other: Collective, gather: Collective) -> bool:
 
 def _same_place(a: _Place, b: _Place) -> bool:
     return a[0] == b[0] and same(a[1], b[1]) and same(a[2], b[2])
-
-
-def _pure(node: fx.Node) -> bool:
-    """True for ops whose result is decided by their tensors: views, casts, pointwise ops."""
-    if is_view(node):
-        return True
-    return is_pointwise(node) and not mutates(node) and not is_random(node) and tensor_of(node) is not None
 
 
 def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:

@@ -39,7 +39,7 @@ def emit_gather(build: Builder, chain: GatherChain) -> fx.Node:
     op = _call_gather(build, chain, shard, gather_dim, parts)
     for index, matmul in enumerate(chain.matmuls):
         out = build.call(operator.getitem, op, index, like=matmul.node)
-        out = build.reshape(_rows_in_place(build, chain, out), build.shape(matmul.node))
+        out = build.reshape(_rows_of(build, chain, matmul.a, out), build.shape(matmul.node))
         if (added := added_matrix(matmul.node)) is not None:
             out = build.call(_aten.add.Tensor, out, build.now(added), like=matmul.node, before=matmul.node)
         build.replace(matmul.node, out)
@@ -154,7 +154,7 @@ def _return_gathered(build: Builder, chain: GatherChain, returned: fx.Node, full
     results = chain.collective.results
     if returned not in results:
         if not set(nodes_of(chain.matmuls)).issuperset(returned.users):
-            whole = build.reshape(_rows_in_place(build, chain, full), build.shape(returned))
+            whole = build.reshape(_rows_of(build, chain, returned, full), build.shape(returned))
             build.replace(returned, whole, unless=nodes_of(chain.matmuls))
         for node in () if chain.hoist is None else chain.hoist.copies:
             build.replace(node, build.call(_aten.clone.default, build.reshape(full, build.shape(node))))
@@ -179,6 +179,16 @@ def _as_collective_result(build: Builder, chain: GatherChain, full: fx.Node) -> 
         whole = build.permute(whole, [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)])
     whole = build.reshape(build.contiguous(whole), build.shape(collective.node))
     return build.bitcast(whole, value_of(collective.node).dtype)
+
+
+def _rows_of(build: Builder, chain: GatherChain, operand: fx.Node, whole: fx.Node) -> fx.Node:
+    """Bring rows as they were sent to where an operand has them, without those that were cut off it."""
+    whole = _rows_in_place(build, chain, whole)
+    cut = next((cut for cut in chain.cuts if cut.operand is operand), None)
+    if cut is None:
+        return whole
+    whole = build.reshape(whole, (*build.shape(cut.whole)[:-1], build.shape(whole)[-1]))
+    return build.contiguous(build.call(_aten.slice.Tensor, whole, cut.dim, 0, cut.length))
 
 
 def _rows_in_place(build: Builder, chain: GatherChain, whole: fx.Node, *, back: bool = False) -> fx.Node:

@@ -48,6 +48,14 @@ def rowwise(
     return [b.call(aten._scaled_mm.default, rows[0], w, a_scale, w_scale, None, None, torch.bfloat16)]
 
 
+def halves_as_scales(b: Builder) -> list[Node]:
+    """Pairs of fp32 numbers travel as one number; the first of each pair scales a row."""
+    x, scale = b.placeholder((4, 32), FP8), b.placeholder((4, 2), torch.float32, "scale")
+    pairs = b.call(aten.view.dtype, gathered(b, b.call(aten.view.dtype, scale, torch.int64)), torch.float32)
+    firsts = b.call(aten.clone.default, b.call(aten.slice.Tensor, pairs, 1, 0, 1))
+    return [scaled_product(b, gathered(b, x), firsts)]
+
+
 def scaled_bias(b: Builder, shape: tuple[int, ...], dtype: torch.dtype) -> list[Node]:
     x, w = b.placeholder((16, 32), FP8), b.placeholder((32, 16), FP8, strides=(1, 32))
     one, bias = b.placeholder((), torch.float32, "scale"), b.placeholder(shape, dtype)
@@ -684,6 +692,7 @@ SCALES: dict[str, tuple[Attack, list[str]]] = {
     "scales transposed": (lambda b: rowwise(b, None, [0, 2, 1, 3]), ["F", "F"]),
     "data transposed": (lambda b: rowwise(b, [0, 2, 1, 3], None), ["F", "F"]),
     "rank in the middle": (lambda b: rowwise(b, [2, 0, 1, 3], [2, 0, 1, 3]), ["F", "F"]),
+    "halves of what travels as scales": (halves_as_scales, ["ATP007", "F"]),
     "scales travel as integers": (lambda b: rowwise(b, None, None, wire=torch.int32), ["F", "F"]),
     "blocks' scales as they come": (gathered_blocks(None, None), ["F", "F"]),
     "blocks' scales transposed": (gathered_blocks(None, [0, 2, 1, 3]), ["F", "F"]),

@@ -16,12 +16,14 @@ from attack_parts import (
     c10d,
     cast,
     chunks,
+    factor,
     gathered,
     in_region,
     inputs,
     product_of,
     routed,
     scattered,
+    unit,
 )
 from programs import Builder
 from torch.fx import Graph, Node
@@ -98,6 +100,154 @@ def bits_negated(bits: torch.dtype, dtype: torch.dtype, times: bool = False) -> 
         return [scattered(b, b.call(aten.view.dtype, seen, dtype))]
 
     return attack
+
+
+def pieces_of_two_dtypes(b: Builder) -> list[Node]:
+    """`cat` converts the numbers that the first shard's bits make to bfloat16."""
+    x, w = inputs(b, (4, 6), (6, 8), dtype=torch.bfloat16)
+    first, second = b.items(b.call(aten.split.Tensor, gathered(b, x), 4, 0))
+    joined = b.call(aten.cat.default, [b.call(aten.view.dtype, first, torch.int16), second], 0)
+    return [b.call(aten.mm.default, joined, w)]
+
+
+def parts_of_a_product_of_two_dtypes(b: Builder) -> list[Node]:
+    x, w = inputs(b, (8, 6), (6, 8), dtype=torch.bfloat16)
+    first, second = b.items(b.call(aten.split.Tensor, b.call(aten.mm.default, x, w), 4, 0))
+    return [scattered(b, b.call(aten.cat.default, [b.call(aten.view.dtype, first, torch.int16), second], 0))]
+
+
+def pieces_joined_as(bits: torch.dtype, dtype: torch.dtype, dim: int) -> Attack:
+    """The shards [2, 4, 6] are joined as elements of another size, and seen as what they were then."""
+
+    def attack(b: Builder) -> list[Node]:
+        (x,) = inputs(b, (2, 4, 6), dtype=dtype)
+        pieces = b.items(b.call(aten.split.Tensor, gathered(b, x), 2, 0))
+        joined = b.call(aten.cat.default, [b.call(aten.view.dtype, piece, bits) for piece in pieces], dim)
+        rows = b.call(aten.reshape.default, b.call(aten.view.dtype, joined, dtype), [-1, 12 if dim == 2 else 6])
+        return [b.call(aten.mm.default, rows, b.placeholder((rows.meta["val"].shape[1], 8), dtype))]
+
+    return attack
+
+
+def part_of_the_bytes(*steps: tuple[Any, ...]) -> Attack:
+    """As many of the bytes of gathered int16 numbers as there are numbers."""
+
+    def attack(b: Builder) -> list[Node]:
+        (x,) = inputs(b, (4, 8), dtype=torch.int16)
+        some = b.call(aten.view.dtype, gathered(b, x), torch.int8)
+        for target, *arguments in steps:
+            some = b.call(target, some, *arguments)
+        return [b.call(aten._int_mm.default, some, b.placeholder((some.meta["val"].shape[1], 8), torch.int8))]
+
+    return attack
+
+
+def bytes_moved_between_elements(b: Builder) -> list[Node]:
+    """The low bytes of a row, then the high ones, seen as numbers."""
+    x, w = inputs(b, (4, 8), (8, 5), dtype=torch.float32)
+    words = b.call(aten.view.dtype, gathered(b, x), torch.int16)
+    halves = b.call(aten.permute.default, b.call(aten.reshape.default, words, [8, 8, 2]), [0, 2, 1])
+    moved = b.call(aten.reshape.default, b.call(aten.clone.default, halves), [8, 16])
+    return [b.call(aten.mm.default, b.call(aten.view.dtype, moved, torch.float32), w)]
+
+
+# --- rows cut off after a gather, as the padding of uneven shards ------------------------------------------------
+Multiply = Callable[[Builder, Node], list[Node]]
+
+
+def times_weight(b: Builder, rows: Node) -> list[Node]:
+    return [b.call(aten.mm.default, rows, b.placeholder((6, 5), torch.float64))]
+
+
+def cut_off(b: Builder, whole: Node, dim: int = 0, start: int = 0, end: int = 7) -> Node:
+    return b.call(aten.slice.Tensor, whole, dim, start, end)
+
+
+def rows_cut_off(multiply: Multiply = times_weight, **which: int) -> Attack:
+    """7 of the 8 rows of two ranks."""
+
+    def attack(b: Builder) -> list[Node]:
+        (x,) = inputs(b, (4, 6))
+        return multiply(b, cut_off(b, gathered(b, x), **which))
+
+    return attack
+
+
+def batch_cut_off(*outputs: str, dim: int = 1) -> Attack:
+    """A batch that is gathered along the sequence, and a step of that is cut off, or a sequence; what is returned."""
+
+    def attack(b: Builder) -> list[Node]:
+        (x,) = inputs(b, (4, 4, 6))
+        whole = chunks(b, gathered(b, x), 4, 0, 1)
+        some = cut_off(b, whole, dim, end=7 if dim else 3)
+        rows = b.call(aten.reshape.default, b.call(aten.clone.default, some), [-1, 6])
+        return [*times_weight(b, rows), *({"whole": whole, "some": some, "rows": rows}[name] for name in outputs)]
+
+    return attack
+
+
+def cut_and_whole(b: Builder) -> list[Node]:
+    (x,) = inputs(b, (4, 6))
+    whole = gathered(b, x)
+    return [*times_weight(b, cut_off(b, whole)), *times_weight(b, whole), *times_weight(b, cut_off(b, whole))]
+
+
+def both_with_an_addition(b: Builder, rows: Node) -> list[Node]:
+    w, row, matrix = inputs(b, (6, 5), (5,), (7, 5))
+    return [b.call(aten.addmm.default, bias, rows, w) for bias in (row, matrix)]
+
+
+def its_own_gradient(b: Builder, rows: Node) -> list[Node]:
+    """Multiplied by a weight, and transposed with the gradient of that weight."""
+    (grad,) = inputs(b, (7, 3))
+    return [*times_weight(b, rows), b.call(aten.mm.default, b.call(aten.t.default, rows), grad)]
+
+
+def times_itself(b: Builder, rows: Node) -> list[Node]:
+    return [b.call(aten.mm.default, rows, b.call(aten.t.default, rows))]
+
+
+def as_a_right_operand(b: Builder, rows: Node) -> list[Node]:
+    (left,) = inputs(b, (5, 7))
+    return [b.call(aten.mm.default, left, rows)]
+
+
+def negated_and_multiplied(b: Builder, rows: Node) -> list[Node]:
+    return times_weight(b, b.call(aten.neg.default, rows))
+
+
+def multiplied_and_changed(b: Builder, rows: Node) -> list[Node]:
+    products = times_weight(b, rows)
+    b.call(aten.add_.Tensor, rows, 1)
+    return [*products, rows, *times_weight(b, rows)]
+
+
+def multiplied_with_columns_as_rows(b: Builder, rows: Node) -> list[Node]:
+    (w,) = inputs(b, (7, 5))
+    return [b.call(aten.mm.default, b.call(aten.reshape.default, rows, [6, 7]), w)]
+
+
+def scaled_by_one_number(b: Builder) -> list[Node]:
+    x, w = b.placeholder((4, 32), FP8), b.placeholder((32, 16), FP8, strides=(1, 32))
+    one = b.placeholder((), torch.float32, "scale")
+    return [
+        b.call(aten._scaled_mm.default, cut_off(b, gathered(b, x)), w, one, one, None, None, torch.bfloat16),
+    ]
+
+
+def scaled_by_gathered_rows(b: Builder) -> list[Node]:
+    x, scale, w = b.placeholder((4, 32), FP8), factor(b, (4, 1)), b.placeholder((32, 16), FP8, strides=(1, 32))
+    rows, scales = (cut_off(b, gathered(b, each)) for each in (x, scale))
+    return [b.call(aten._scaled_mm.default, rows, w, scales, factor(b, (1, 16)), None, None, torch.bfloat16)]
+
+
+def products_scaled_by_gathered_rows(b: Builder) -> list[Node]:
+    """The numbers are cut like the data, and scale the product."""
+    x, scale, w = b.placeholder((4, 32), FP8), factor(b, (4, 1)), b.placeholder((32, 16), FP8, strides=(1, 32))
+    rows, scales = (cut_off(b, gathered(b, each)) for each in (x, scale))
+    one = unit(b)
+    product = b.call(aten._scaled_mm.default, rows, w, one, one, None, None, torch.bfloat16)
+    return [b.call(aten.mul.Tensor, product, scales)]
 
 
 # --- one weight for all matrices of a batch ----------------------------------------------------------------------
@@ -411,6 +561,37 @@ TENSORS: dict[str, tuple[Attack, list[str]]] = {
     "base of operand, mutated": (base_of_operand_mutated, ["F"]),
     "bytes as two fp8 types": (bytes_as_two_fp8_types, ["F"]),
     "words as two half types": (words_as_two_half_types, ["F"]),
+    "pieces of two dtypes": (pieces_of_two_dtypes, ["ATP105"]),
+    "parts of a product of two dtypes": (parts_of_a_product_of_two_dtypes, ["ATP105"]),
+    "pieces joined as bytes": (pieces_joined_as(torch.uint8, torch.float32, 1), ["F"]),
+    "pieces joined as bytes, along the contraction": (pieces_joined_as(torch.uint8, torch.bfloat16, 2), ["F"]),
+    "pieces joined as larger elements": (pieces_joined_as(torch.int64, torch.float32, 1), ["F"]),
+    "every other byte": (part_of_the_bytes((aten.slice.Tensor, 1, 0, 16, 2)), ["ATP104"]),
+    "bytes of half of the rows": (part_of_the_bytes((aten.slice.Tensor, 0, 0, 4)), ["ATP104"]),
+    "bytes moved between elements": (bytes_moved_between_elements, ["ATP104"]),
+    "rows cut off": (rows_cut_off(), ["F"]),
+    "rows cut off in front": (rows_cut_off(start=1, end=8), ["ATP114"]),
+    "columns cut off": (
+        rows_cut_off(lambda b, x: [b.call(aten.mm.default, x, b.placeholder((5, 3), torch.float64))], dim=1, end=5),
+        ["ATP114"],
+    ),
+    "rows cut off, some more": (rows_cut_off(lambda b, x: times_weight(b, cut_off(b, x, end=6))), ["ATP114"]),
+    "rows cut off and added to": (rows_cut_off(both_with_an_addition), ["F"]),
+    "rows cut off, and their gradient": (rows_cut_off(its_own_gradient), ["F"]),
+    "rows cut off, times themselves": (rows_cut_off(times_itself), ["ATP203"]),
+    "rows cut off, on the right": (rows_cut_off(as_a_right_operand), ["ATP003"]),
+    "rows cut off and negated": (rows_cut_off(negated_and_multiplied), ["ATP105"]),
+    "rows cut off and changed": (rows_cut_off(multiplied_and_changed), ["ATP204"]),
+    "rows cut off, columns as rows": (rows_cut_off(multiplied_with_columns_as_rows), ["ATP114"]),
+    "rows cut off beside all of them": (cut_and_whole, ["F"]),
+    "steps cut off": (batch_cut_off(), ["F"]),
+    "steps cut off, and the rows saved": (batch_cut_off("rows"), ["F"]),
+    "steps cut off, and the sequences saved": (batch_cut_off("some", "rows"), ["F"]),
+    "steps cut off, and all saved": (batch_cut_off("whole", "some"), ["F"]),
+    "a sequence cut off": (batch_cut_off("rows", dim=0), ["F"]),
+    "rows cut off, with one scale": (scaled_by_one_number, ["F"]),
+    "rows cut off, with scales of rows": (scaled_by_gathered_rows, ["ATP114", "ATP007"]),
+    "rows cut off, whose products are scaled": (products_scaled_by_gathered_rows, ["F", "ATP007"]),
     "product summed as integers": (product_summed_as_integers, ["ATP105"]),
     "terms added as integers": (terms_added_as_integers, ["ATP111"]),
     "bits negated as integers": (bits_negated(torch.int16, torch.bfloat16), ["ATP105"]),

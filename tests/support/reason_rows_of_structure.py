@@ -434,9 +434,17 @@ def padding_removed_after_the_gather(b: GraphBuilder) -> Node:
 
 
 @row("UNEVEN_SHARDS", "slice")
-def padding_sliced_off_after_the_gather(b: GraphBuilder) -> Node:
-    """15 rows on four ranks: the last one's is padding."""
-    return times(b, b.call(aten.slice.Tensor, gathered(b), 0, 0, 15))
+def padding_sliced_off_the_contraction_after_the_gather(b: GraphBuilder) -> Node:
+    """15 columns on four ranks: the last one's is padding, and so is its row of the weight."""
+    whole = b.cat(b.chunks(gathered(b, 8, 4)), dim=1)
+    return times(b, b.call(aten.slice.Tensor, whole, 1, 0, 15))
+
+
+@row("UNEVEN_SHARDS", "slice_1 cuts rows that have scales")
+def padding_sliced_off_rows_with_scales(b: GraphBuilder) -> Node:
+    rows = b.call(aten.slice.Tensor, gathered(b, 4, 32, dtype=FP8), 0, 0, 15)
+    w = b.input("w", [32, 16], FP8, column_major=True)
+    return b.scaled_mm(rows, w, b.input("a_scale", [15, 1]), b.input("b_scale", [1, 16]))
 
 
 @row("UNEVEN_SHARDS", "aten.slice.Tensor slice_1:")
@@ -446,12 +454,6 @@ def padding_of_several_dimensions_sliced_off_after_the_gather(b: GraphBuilder) -
     for dim in range(5):
         whole = b.call(aten.slice.Tensor, whole, dim, 0, 7)
     return times(b, b.reshape(whole, [7**4, 7]))
-
-
-@row("UNEVEN_SHARDS", "slice")
-def padding_of_a_sequence_sliced_off_after_the_gather(b: GraphBuilder) -> Node:
-    whole = b.cat(b.chunks(gathered(b, 2, 3, 8)), dim=1)
-    return times(b, b.reshape(b.call(aten.slice.Tensor, whole, 1, 0, 10), [20, 8]))
 
 
 @row("UNEVEN_SHARDS", "constant_pad_nd")

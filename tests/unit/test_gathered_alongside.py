@@ -107,6 +107,31 @@ def test_other_users_of_rows_take_them_from_the_op_as_they_are(joins: str) -> No
     assert not [node.name for node in graph.nodes if node.target in moves]
 
 
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("changed", [None, "between the views", "between the matmuls"])
+def test_scales_that_each_matmul_has_a_view_of(changed: str | None, gathered: bool) -> None:
+    """Graphs for inference have a view for each, as the program does. Those of one tensor are one scale."""
+    b = GraphBuilder()
+    given = b.input("x_scale", [2, 4, 1] if gathered else [8, 4, 1])
+    scale, rows = b.gather(given) if gathered else given, b.gather(b.input("x", [2, 4, 32], FP8))
+    views, out = [b.reshape(rows, [32, 32]) for _ in range(2)], []
+    scales = [] if changed == "between the views" else [b.reshape(scale, [32, 1]) for _ in views]
+    for index, view in enumerate(views):
+        w, w_scale = b.input(f"w{index}", [32, 16], FP8, column_major=True), b.input(f"column_scale{index}", [1, 16])
+        out.append(b.scaled_mm(view, w, scales[index] if scales else b.reshape(scale, [32, 1]), w_scale))
+        if changed and not index:
+            b.call(aten.mul_.Tensor, scale, 3.0)
+    graph = b.returns(*out)
+    before = evaluate(graph, inputs_of(graph))
+    report = run_pass(graph)
+    assert differences(before, evaluate(graph, inputs_of(graph))) == []
+    left = [node for node in graph.nodes if node.target is aten._scaled_mm.default]
+    if changed:
+        assert len(left) > 0
+    else:
+        assert (outcomes(report), left) == (["F", "F"] if gathered else ["F"], [])
+
+
 def test_both_gathered_in_three_dimensions() -> None:
     b = GraphBuilder(ranks=2)
     rows = in_rows(b, b.gather(b.input("x", [2, 4, 32], FP8)))

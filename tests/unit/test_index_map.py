@@ -20,7 +20,7 @@ from torch.fx import Graph
 from torch.utils._sympy.functions import FloorDiv
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.sizes import Size, SizeSource, express, product, quotient, same
+from asynctp_passes.ir.sizes import Size, SizeSource, canonical, express, product, quotient, same
 from asynctp_passes.layout.index_map import Digit, IndexMap, concatenate
 from asynctp_passes.layout.placement import (
     GatherPlacement,
@@ -227,6 +227,43 @@ def test_narrow_of_one() -> None:
 def test_narrow(start: int, length: int, step: int) -> None:
     piece = some(IndexMap.identity((6, 4)).narrow(0, start, length, step))
     assert torch.equal(elements(piece), iota(6, 4)[start::step][:length])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_resized(size: int) -> None:
+    """Source elements of four bytes seen as elements of `size` bytes: at which byte each of them begins."""
+
+    def seen(index_map: IndexMap, before: int, after: int) -> IndexMap:
+        resized = index_map.resized(*(canonical(sympy.Rational(each, 4)) for each in (before, after)))
+        assert resized is not None
+        return resized
+
+    def in_bytes(index_map: IndexMap) -> Tensor:
+        dims = (tuple(Digit(digit.size, digit.stride * 4) for digit in dim) for dim in index_map.dims)
+        return elements(IndexMap(tuple(dims), index_map.offset * 4))
+
+    start = iota(4, 6 * 4).unflatten(1, (-1, size))[..., 0]
+    whole = IndexMap.identity((4, 6))
+    other = seen(whole, 4, size)
+    assert torch.equal(in_bytes(other), start)
+    assert seen(other, size, 4) == whole
+    first, second = (some(other.narrow(0, row, 2)) for row in (0, 2))
+    assert torch.equal(in_bytes(first), start[:2])
+    joined = some(concatenate([first, second], 1))
+    assert torch.equal(in_bytes(joined), torch.cat([start[:2], start[2:]], 1))
+    assert seen(joined, size, 4) == some(concatenate([some(whole.narrow(0, row, 2)) for row in (0, 2)], 1))
+    within = some(other.narrow(1, 1, 2))
+    assert torch.equal(in_bytes(within), start[:, 1:3])
+
+
+def test_resized_where_elements_are_apart() -> None:
+    whole = IndexMap.identity((4, 6))
+    assert whole.resized(1, 4) is None  # 6 is no multiple
+    assert whole.permute((1, 0)).resized(1, 2) is None
+    assert some(whole.narrow(1, 0, 3, 2)).resized(1, 3) is None
+    assert some(whole.narrow(1, 0, 1)).resized(1, 2) is None
+    assert IndexMap(()).resized(1, 2) is None
+    assert whole.resized(sympy.Rational(2, 3), 1) is None
 
 
 def test_insert_and_select() -> None:

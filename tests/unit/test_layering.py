@@ -32,7 +32,7 @@ ROWS = (
     ("backend",),
     ("process", "reference"),
     ("__init__",),
-    ("torchtitan", "vllm"),
+    ("torchtitan", "vllm", "megatron"),
     ("tools",),
     ("__main__",),
 )

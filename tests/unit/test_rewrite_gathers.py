@@ -145,6 +145,86 @@ return (reshape_default)
     )
 
 
+def test_gather_whose_padding_is_cut_off() -> None:
+    """15 rows on four ranks."""
+    b = GraphBuilder()
+    x, w = b.input("x", [4, 8]), b.input("w", [8, 16])
+    rows = b.call(aten.slice.Tensor, b.gather(x), 0, 0, 15)
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(rows, w))),
+        """\
+x: f32[4, 8]
+w: f32[8, 16]
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[16, 8]
+slice_1 = slice(wait_tensor, 0, 0, 15)  # f32[15, 8]
+mm = mm(slice_1, w)  # f32[15, 16]
+return (mm)
+
+=== becomes ===
+
+x: f32[4, 8]
+w: f32[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
+slice_tensor = slice(getitem, 0, 0, 15)  # f32[15, 16]
+return (slice_tensor)
+""",
+    )
+
+
+def test_gather_whose_padding_is_cut_off_a_sequence() -> None:
+    """As DTensor has it, with the weight gradient beside: the gathered tensor is returned, and cut for that."""
+    b = GraphBuilder(ranks=2)
+    x, w, hidden = b.input("x", [3, 4, 8]), b.input("w", [8, 16]), b.input("hidden", [21, 5])
+    whole = b.call(aten.slice.Tensor, b.cat(b.chunks(b.gather(x)), dim=1), 1, 0, 7)
+    rows = b.reshape(b.call(aten.clone.default, whole, memory_format=torch.contiguous_format), [21, 8])
+    out = b.reshape(b.mm(rows, w), [3, 7, 16])
+    assert_expected_inline(
+        rewritten(b.returns(out, b.mm(b.permute(rows, [1, 0]), hidden))),
+        """\
+x: f32[3, 4, 8]
+w: f32[8, 16]
+hidden: f32[21, 5]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, 4, 8]
+split = split(wait_tensor, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split, 1)  # f32[3, 4, 8]
+cat = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+slice_1 = slice(cat, 1, 0, 7)  # f32[3, 7, 8]s[64, 8, 1]
+clone = clone(slice_1, memory_format=torch.contiguous_format)  # f32[3, 7, 8]
+reshape = reshape(clone, [21, 8])  # f32[21, 8]
+mm = mm(reshape, w)  # f32[21, 16]
+reshape_1 = reshape(mm, [3, 7, 16])  # f32[3, 7, 16]
+permute = permute(reshape, [1, 0])  # f32[8, 21]s[1, 8]
+mm_1 = mm(permute, hidden)  # f32[8, 5]
+return (reshape_1, mm_1)
+
+=== becomes ===
+
+x: f32[3, 4, 8]
+w: f32[8, 16]
+hidden: f32[21, 5]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=True, group_size=2, group_name='tp')  # (f32[3, 8, 16], f32[3, 8, 8])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # f32[3, 8, 16]
+slice_tensor = slice(getitem_2, 1, 0, 7)  # f32[3, 7, 16]s[128, 16, 1]
+clone_default = clone(slice_tensor, memory_format=torch.contiguous_format)  # f32[3, 7, 16]
+reshape_default = reshape(clone_default, [21, 16])  # f32[21, 16]
+getitem_3 = getitem(all_gather_matmul_default, 1)  # f32[3, 8, 8]
+slice_tensor_1 = slice(getitem_3, 1, 0, 7)  # f32[3, 7, 8]s[64, 8, 1]
+clone_default_1 = clone(slice_tensor_1, memory_format=torch.contiguous_format)  # f32[3, 7, 8]
+reshape_default_1 = reshape(clone_default_1, [21, 8])  # f32[21, 8]
+reshape_1 = reshape(reshape_default, [3, 7, 16])  # f32[3, 7, 16]
+permute = permute(reshape_default_1, [1, 0])  # f32[8, 21]s[1, 8]
+mm_1 = mm(permute, hidden)  # f32[8, 5]
+return (reshape_1, mm_1)
+""",
+    )
+
+
 def test_gather_of_the_contraction() -> None:
     b = GraphBuilder(ranks=2)
     x, w = b.input("x", [6, 4]), b.input("w", [8, 16])

@@ -1,0 +1,99 @@
+"""Rows that are cut off a gathered tensor before a matmul, as the padding of uneven shards: find them. Pure.
+
+    shard → all_gather → wait → view* → slice → {copy, reshape}* → matmul
+
+Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same ones are
+cut off its result. There are fewer of them than ranks, and than rows that stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
+from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.sizes import Size, Sizes, product, same
+from asynctp_passes.layout.index_map import IndexMap
+from asynctp_passes.layout.propagation import Propagation
+
+__all__ = ["Cut", "find_cuts", "unpads"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The first `length` indices of dimension `dim` of the tensor `whole`, as rows: all dimensions but the last.
+
+    `steps` are the nodes that make them of that tensor, in order. `rows` is the map of the matrix of all rows.
+    """
+
+    whole: fx.Node
+    dim: int
+    length: int
+    steps: tuple[fx.Node, ...]
+    rows: IndexMap
+
+    @property
+    def operand(self) -> fx.Node:
+        """The last step, which a matmul takes."""
+        return self.steps[-1]
+
+
+def unpads(node: fx.Node, ranks: int) -> bool:
+    """True for picking as many rows as there were before they were padded to a multiple of the ranks."""
+    picks = traits_of(node).view in (View.SLICE, View.NARROW, View.PICK)
+    before, after = tensor_of(node.args[0]) if picks else None, tensor_of(node)
+    if before is None or after is None or before.dim() != after.dim():
+        return False
+    pairs = zip(before.shape, after.shape, strict=True)
+    known = [(whole, kept) for whole, kept in pairs if isinstance(whole, int) and isinstance(kept, int)]
+    return any(kept < whole == -(-kept // ranks) * ranks for whole, kept in known)
+
+
+def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cut]:
+    """Views of a followed tensor without the last indices of one of its dimensions."""
+    for whole, view in propagation.maps.items():
+        for user in whole.users:
+            value = tensor_of(whole) if unpads(user, ranks) else None
+            axis = None if value is None else _cut_dimension(user, whole, value)
+            if value is None or axis is None:
+                continue
+            *lines, width = sizes.of(value)
+            rows = view.reshape((product(lines), width))
+            if isinstance(rows, IndexMap):
+                cut = Cut(whole, axis, value_of(user).shape[axis], (user,), rows)
+                yield from _views(cut, width, sizes)
+
+
+def _cut_dimension(node: fx.Node, whole: fx.Node, value: torch.Tensor) -> int | None:
+    """The dimension, not the last one, of which a slice keeps the first indices, and the greater part of them."""
+    if traits_of(node).view not in (View.SLICE, View.NARROW) or node.args[0] is not whole:
+        return None
+    values = arguments(node)
+    if values["start"] not in (0, None) or values.get("step", 1) != 1:
+        return None
+    axis: int = values["dim"] % value.dim()
+    kept, size = value_of(node).shape[axis], value.shape[axis]
+    known = isinstance(kept, int) and isinstance(size, int)
+    return axis if known and axis < value.dim() - 1 and 2 * kept >= size else None
+
+
+def _views(cut: Cut, width: Size, sizes: Sizes) -> Iterator[Cut]:
+    """A cut tensor, and those of its copies and reshapes that keep the columns."""
+    stack = [cut]
+    while stack:
+        step = stack.pop()
+        yield step
+        for user in step.operand.users:
+            own, before = (sizes.of(value_of(node)) for node in (user, step.operand)) if _keeps(user) else ((), ())
+            repeats = traits_of(user).view is View.EXPAND and not same(product(own), product(before))
+            if own and same(own[-1], width) and not repeats:
+                stack.append(replace(step, steps=(*step.steps, user)))
+
+
+def _keeps(node: fx.Node) -> bool:
+    """True for a tensor of the same elements in the same order, unless it repeats them."""
+    return traits_of(node).view in (View.SAME, View.RESHAPE, View.EXPAND) and tensor_of(node) is not None
