@@ -215,6 +215,8 @@ def frozen(argument: Any, key_of: Callable[[fx.Node], Any]) -> Any:
         return tuple(frozen(item, key_of) for item in argument)
     if isinstance(argument, fx.Node):
         return key_of(argument)
+    if isinstance(argument, slice):  # Python has no hash of it before 3.12
+        return slice, frozen((argument.start, argument.stop, argument.step), key_of)
     return (type(argument), argument.hex() if isinstance(argument, float) else argument)
 
 
