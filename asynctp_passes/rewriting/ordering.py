@@ -131,7 +131,7 @@ def keep_order(graph: fx.Graph, ordered: Mapping[fx.Node, Sequence[fx.Node]]) ->
     starts = communications(graph.nodes) if compat.is_compiled(graph) else []
     called = {op for op in map(called_op, starts) if op is not None and not name_of(op).startswith(_TORCHS)}
     if not compat.lower_in_order(called):
-        for place, node in enumerate(starts):
+        for place, node in enumerate(starts[1:], 1):
             after.setdefault(node, []).extend(_as_far_as_used(starts[:place]))
     compat.keep_order(graph, after)
 
