@@ -180,6 +180,8 @@ def test_a_room_says_its_job(room: str) -> None:
     assert job
     if room != "ops":
         assert job.splitlines()[0].rstrip(".") in told
+    row = next(line for line in told.splitlines() if line.startswith(f"| `{room}` |"))
+    assert [one for one in modules(PASSES / room) if one != "__init__" and f"`{one.split('/')[0]}`" not in row] == []
 
 
 def test_no_room_of_the_kernels_imports_a_higher_one() -> None:
