@@ -164,7 +164,7 @@ def _is_step(node: fx.Node) -> bool:
     """True for views and what sums up. Conversions round, or would not: they end a sum.
 
     So does a number above 1: what ranks send may overflow where their sum, which the program multiplies, does not. A
-    smaller one makes what they send smaller, and loses no more than a sum does (`views.distributed`).
+    smaller one makes what they send smaller, and loses no more than a sum does (`layout.propagation.distributed`).
     """
     sums = is_sum(node) and not traits_of(node).converts
     return _is_way(node) or (sums and abs(scaling_of(node) or 1.0) <= 1)

@@ -11,7 +11,7 @@ communication buffer. Importing this module registers them.
 to its place instead of pushed to an inbox first. It must be the same on all ranks; None stands for `return_a_full`.
 
 Which implementation runs is chosen at run time and never silently: `explain` names it for a call. On CUDA it is the
-fastest of `asynctp_kernels.cuda`, or the unfused program of `asynctp_passes.ops.reference`. On CPU
+fastest of `asynctp_kernels.cuda`, or the sequential program of `asynctp_passes.ops.reference`. On CPU
 `ASYNCTP_CPU_IMPLEMENTATION` chooses between that program and the Triton kernels of `asynctp_kernels` under
 TRITON_INTERPRET=1; a call that those do not support raises. The environment is read once, at the first call; `refresh`
 reads it again.

@@ -72,8 +72,8 @@ def _require_kind(op: str, name: str, value: Any) -> None:
 class Callers:
     """The programs under their own names, with keyword arguments and any spelling of a process group.
 
-    `reference` has them as unfused programs, `asynctp_passes.ops` as the fused ops (differentiable but for the scaled
-    ones, whose gradient raises, and traceable by torch.compile).
+    `reference` has them as sequential programs, `asynctp_passes.ops` as the fused ops. These are traceable by
+    torch.compile, and differentiable but for the scaled ones, whose gradient raises.
 
     Args:
         programs: What has each program as an attribute, with the fused op's argument list.

@@ -31,9 +31,6 @@ __all__ = [
 
 log = logging.getLogger("asynctp_passes.ops")
 
-Check = Callable[[Any], None]
-Program = Callable[[Any], Any]
-
 
 @functools.cache
 def _cpu_implementation() -> str:

@@ -5,17 +5,16 @@
 A group whose matmuls' collectives are fused has these for its others too: one rank may multiply what it gathers, and
 another one may not. They have the contract of `_c10d_functional.all_gather_into_tensor`, `reduce_scatter_tensor` and
 `all_reduce`: along dim 0, and asynchronous, so that the result must go through `_c10d_functional.wait_tensor` before it
-is read. The input is copied
-first: Inductor, which does not know these ops, may write to its memory as soon as they return. On CUDA copy engines
-move the data (`cuda.plans.collectives`): `all_keep`, the same on all ranks, tells that no rank's call only multiplies
-what it gathers, and keeps none of it. Elsewhere, and where the GPUs cannot share memory, these are the
-functional collectives themselves. Importing this module registers them.
+is read. The input is copied first: Inductor, which does not know these ops, may write to its memory as soon as they
+return. On CUDA copy engines move the data (`cuda.plans.collectives`): `all_keep`, the same on all ranks, tells that no
+rank's call only multiplies what it gathers, and keeps none of it. Elsewhere, and where the GPUs cannot share memory,
+these are the functional collectives themselves. Importing this module registers them.
 
 `asynctp::wait(result, source)` is how a rewritten graph waits. It reads the collective's input too, so that Inductor
 leaves that alone for so long: no copy (`copy=False`). And it gives its result, as an alias, where `wait_tensor` is a
 mutation to Inductor, which loses sight of how a mutated tensor is read when it chooses the tiles of what reads it
 (`torch._inductor.tiling_utils.extract_normalized_read_writes`, 2.11 to 2.13: a transposing copy took five times as
-long). AOTAutograd does not take ops that return an alias: this one is for graphs behind it.
+long). AOTAutograd does not take ops that return an alias: this one is for graphs after it.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def check_cases(found: Sequence[dict[str, Any]]) -> None:
 
 
 def well(case: dict[str, Any]) -> bool:
-    """Right, with the same bits a second time; or left out, for a reason. The unfused program runs everything."""
+    """Right, with the same bits a second time; or left out, for a reason. The sequential program runs everything."""
     if "skipped" in case:
         return bool(case["skipped"]) and not case["case"].endswith("/sequential")
     return case["ok"] is True and case["same bits"] is True and "exception" not in case

@@ -382,7 +382,7 @@ def test_an_all_reduce_without_overlap_copies_no_matmul() -> None:
         assert all(found.values()), found
 
 
-# --- CUDA: the unfused program over NCCL ------------------------------------------------------------------------------
+# --- CUDA: the sequential program over NCCL ---------------------------------------------------------------------------
 # torch._scaled_mm wants multiples of 16.
 CUDA_SCALED: list[Gather | Scatter] = [
     Gather((16,), 32, (16,), 0, E4M3, "v", scale="tensorwise"),

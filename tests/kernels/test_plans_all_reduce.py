@@ -381,7 +381,7 @@ def test_a_group_of_two_hosts_runs_sequentially(caplog: pytest.LogCaptureFixture
         assert [op(here, SMALL["gather"]()) for _ in range(2)] == [None, None]
         assert cuda.last_implementation(here.group) == "sequential"
     assert [record.getMessage() for record in caplog.records] == [
-        "group tp runs the unfused program: its ranks are on 2 hosts (a, b), not on one"
+        "group tp runs the sequential program: its ranks are on 2 hosts (a, b), not on one"
     ]
 
 

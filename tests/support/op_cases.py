@@ -250,7 +250,7 @@ IMPLEMENTATIONS = ("fused", "decomposed", "direct", "whole")
 
 
 def run_each(case: Case, x: Inputs, group: ProcessGroup) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """(implementation, results of the op) for each that can run it; the unfused program only where none can.
+    """(implementation, results of the op) for each that can run it; the sequential program only where none can.
 
     A gathered A that is returned is kept by all ranks, as far as they are told, and then is not.
     """

@@ -48,7 +48,7 @@ def _new_memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None
             reason = str(error)
     _unavailable[group] = reason
     _require_none_forced(reason)
-    log.warning("group %s runs the unfused program: %s", group.group_name, reason)
+    log.warning("group %s runs the sequential program: %s", group.group_name, reason)
     return None
 
 

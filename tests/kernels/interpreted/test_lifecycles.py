@@ -338,7 +338,7 @@ def test_ranks_that_differ_agree_on_what_becomes_of_the_group(tmp_path: Path) ->
     for rank, found in enumerate(outcomes):
         says, heard, ran, _ = found["sources"]
         assert (says, ran, len(heard)) == (["right", "right"], "sequential", 1)
-        assert "runs the unfused program: its ranks have unlike files of asynctp_kernels (rank 0: " in heard[0]
+        assert "runs the sequential program: its ranks have unlike files of asynctp_kernels (rank 0: " in heard[0]
         assert "; rank 1: another)" in heard[0]
         says, heard, ran, _ = found["hosts"]
         assert (says, ran, len(heard)) == (["right", "right"], "sequential", 1)

@@ -43,7 +43,7 @@ class Implementation(Generic[Call]):
         name: A key of `wire.TRANSPORTS`, which says by which wires it moves a call's data.
         refuses: Checks, in order: each gives the reason why a call cannot run, or None. The first reason counts.
         estimate: What a call costs; None for what runs only where no other entry can.
-        make: The plan of a call, given the memory of its group.
+        make: The plan of a call, given the call, the memory of its group, and the choice.
     """
 
     name: str

@@ -14,7 +14,7 @@ from asynctp_kernels.cuda.choose.wire import Wire
 from asynctp_kernels.cuda.gemm.cublas import Recipe, Scaling, block_recipe
 from asynctp_kernels.layout import ShardLayout, gather_layout
 
-#: optional arguments of the ops
+#: optional arguments of the ops that kernels know: one that a plan does not take needs a check in `legality`
 KNOWN = {"along_shard", "all_keep"}
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 

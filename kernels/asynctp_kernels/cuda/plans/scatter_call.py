@@ -14,7 +14,7 @@ from asynctp_kernels.cuda.choose.wire import Wire
 from asynctp_kernels.cuda.gemm.cublas import Recipe, Scaling, block_recipe
 from asynctp_kernels.layout import ShardLayout, scatter_layout
 
-#: optional arguments of the ops
+#: optional arguments of the ops that kernels know: one that a plan does not take needs a check in `legality`
 KNOWN = {"sum_dtype", "added", "factors"}
 
 
