@@ -69,7 +69,7 @@ def _key(region: ShardRegion, one: PlacedMatmul) -> tuple[Any, ...]:
     operand = (region.twin(a), one.placement, value_of(a).dtype)
     if scaled is None:
         return operand
-    own = region.known.get(scaled.given_a_scale) or region.context.alike(scaled.given_a_scale)
+    own = region.known.get(scaled.given_a_scale) or region.context.alike(scaled.given_a_scale, one.matmul.node)
     scale = own if one.scale is None else (region.twin(scaled.given_a_scale), one.scale)
     return (*operand, scale, scaled.out_dtype, scaled.use_fast_accum, scaled.of_a)
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from asynctp_passes import reasons
@@ -113,18 +114,28 @@ class MatchContext:
         """The multiplications that scale matmuls' results."""
         return scalings(filter(is_matmul, self.nodes))
 
-    def alike(self, node: fx.Node) -> fx.Node:
-        """The first node that holds what a node does: made by the same views and pointwise ops of the same tensors."""
-        return self._alike.get(node, node)
+    def alike(self, node: fx.Node, user: fx.Node) -> fx.Node:
+        """The first node that holds what a node does for a user: the same views and pointwise ops made both.
+
+        Only where nothing is written in between: a copy that is written then is like no other copy.
+        """
+        return self._alike.get(node, node) if self.segments[node] == self.segments[user] else node
 
     @functools.cached_property
     def _alike(self) -> dict[fx.Node, fx.Node]:
         first, found = dict[Any, fx.Node](), dict[fx.Node, fx.Node]()
         for node in filter(is_pure, self.nodes):
-            arguments = (node.args, sorted(node.kwargs.items()))
-            key = (node.target, frozen(arguments, lambda one: found.get(one, one)), self.segments[node])
+            key = self._key(node, found)
             found[node] = first.setdefault(key, node)
         return found
+
+    def _key(self, node: fx.Node, firsts: dict[fx.Node, fx.Node]) -> Any:
+        segment = self.segments[node]
+
+        def key_of(operand: fx.Node) -> fx.Node:
+            return firsts.get(operand, operand) if self.segments[operand] == segment else operand
+
+        return node.target, frozen((node.args, sorted(node.kwargs.items())), key_of), segment
 
     @functools.cached_property
     def above_matmuls(self) -> set[fx.Node]:
@@ -217,6 +228,8 @@ def frozen(argument: Any, key_of: Callable[[fx.Node], Any]) -> Any:
         return key_of(argument)
     if isinstance(argument, slice):  # Python has no hash of it before 3.12
         return slice, frozen((argument.start, argument.stop, argument.step), key_of)
+    if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):  # they have no hash
+        return type(argument), argument.node.expr
     return (type(argument), argument.hex() if isinstance(argument, float) else argument)
 
 

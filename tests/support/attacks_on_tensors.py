@@ -250,6 +250,25 @@ def products_scaled_by_gathered_rows(b: Builder) -> list[Node]:
     return [b.call(aten.mul.Tensor, product, scales)]
 
 
+def scaled_by_copies_of_which_one_is_written(view: bool) -> Attack:
+    """Two copies of one number scale products of one gather; the first copy is tripled before."""
+
+    def attack(b: Builder) -> list[Node]:
+        x, scale = b.placeholder((4, 32), FP8), factor(b, (1,))
+        copies = [b.call(aten.clone.default, scale) for _ in range(2)]
+        b.call(aten.mul_.Tensor, copies[0], 3.0)
+        if view:
+            copies = [b.call(aten.reshape.default, each, [1, 1]) for each in copies]
+        whole, one = gathered(b, x), unit(b)
+        weights = [b.placeholder((32, 16), FP8, strides=(1, 32)) for _ in copies]
+        return [
+            b.call(aten._scaled_mm.default, whole, w, each, one, None, None, torch.bfloat16)
+            for w, each in zip(weights, copies, strict=True)
+        ]
+
+    return attack
+
+
 # --- one weight for all matrices of a batch ----------------------------------------------------------------------
 def batch_times(*steps: tuple[Any, ...], weight: tuple[int, ...] = (6, 6)) -> Attack:
     """A gathered batch [6, 4, 6] times a weight that is repeated for all of it, and then seen in other ways."""
@@ -569,6 +588,8 @@ TENSORS: dict[str, tuple[Attack, list[str]]] = {
     "every other byte": (part_of_the_bytes((aten.slice.Tensor, 1, 0, 16, 2)), ["ATP104"]),
     "bytes of half of the rows": (part_of_the_bytes((aten.slice.Tensor, 0, 0, 4)), ["ATP104"]),
     "bytes moved between elements": (bytes_moved_between_elements, ["ATP104"]),
+    "copies as scales, one written": (scaled_by_copies_of_which_one_is_written(False), ["F"]),
+    "views of copies as scales, one written": (scaled_by_copies_of_which_one_is_written(True), ["F"]),
     "rows cut off": (rows_cut_off(), ["F"]),
     "rows cut off in front": (rows_cut_off(start=1, end=8), ["ATP114"]),
     "columns cut off": (

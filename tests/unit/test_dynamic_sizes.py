@@ -332,3 +332,13 @@ def test_rows_that_the_ranks_do_not_divide_raise() -> None:
     for each in (graph, rewritten):
         with pytest.raises((AssertionError, RuntimeError, ValueError)):
             evaluate(each, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:Raw SymInt")
+def test_a_size_that_is_no_node() -> None:
+    """Inductor's passes write symbolic sizes among arguments, too; torch gives them no hash."""
+    b = GraphBuilder(ranks=2)
+    x, w = b.input("x", [6, 8], torch.float8_e4m3fn, dynamic=0), b.input("w", [8, 16], torch.float8_e4m3fn)
+    other = b.reshape(x, [x.meta["val"].shape[0], 2, 4])
+    scale = b.reshape(b.input("scale", [1]), [])
+    assert outcomes(run_pass(b.returns(b.scaled_mm(b.gather(x), w, scale, b.one()), other))) == ["F"]
