@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 from torch import fx
 
@@ -14,8 +16,8 @@ from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import tangents_of
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import communicated
-from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED, rematerializations
-from asynctp_passes.planning.saved_products import saved_products
+from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED, Rematerialization, rematerializations
+from asynctp_passes.planning.saved_products import SavedProduct, saved_products
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting import toposort
 
@@ -57,27 +59,31 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
 def _tag(graph: fx.Graph, config: Config, attempt: Attempt) -> None:
     decisions, context = decide_graph(graph, config)
     words = context.words
-    found = rematerializations(graph, decisions, config.rematerialize)
-    again = {words.of_rematerialized(one.gather): one for one in found if one.chosen}
-    saved = {words.of_saved(one.collective): one for one in saved_products(graph, decisions)}
-    groups = {text: one.gather.group_key for text, one in again.items()}
-    groups |= {text: one.collective.group_key for text, one in saved.items()}
+    tags: dict[tuple[str, str], Callable[[Ballot], None]] = {}  # by group and text, which names places in the group
+    for again in rematerializations(graph, decisions, config.rematerialize):
+        if again.chosen:
+            tags[again.gather.group_key, words.of_rematerialized(again.gather)] = partial(_make_again, again)
+    for saved in saved_products(graph, decisions):
+        tags[saved.collective.group_key, words.of_saved(saved.collective)] = partial(_save, saved)
     texts: dict[str, list[str]] = {}
-    for text, group in groups.items():
+    for group, text in tags:
         texts.setdefault(group, []).append(text)
     keys = communicated((one.candidate.collective for one in decisions), "joint")
     ballots = {group: Ballot(group, key, tuple(texts.get(group, ())), joint=True) for group, key in keys.items()}
     votes = attempt.vote(list(ballots.values()))
-    for text, group in groups.items():
-        if (refused := votes[group, text]) is not None:
-            log.warning("asynctp: %s is left out, since a rank does not do it: %s", text, refused)
-            continue
-        agreed = Ballot(group, ballots[group].key, (text,), joint=True)
-        if text in saved:
-            compat.save_instead(saved[text].collective.waits, saved[text].nodes)
-            saved[text].collective.node.meta[AGREED] = agreed
+    for (group, text), tag in tags.items():
+        if (refused := votes[group, text]) is None:
+            tag(Ballot(group, ballots[group].key, (text,), joint=True))
         else:
-            one = again[text]
-            compat.recompute_in_backward(one.nodes)
-            one.gather.node.meta[REMATERIALIZED] = one.bytes or 0
-            one.gather.node.meta[AGREED] = agreed
+            log.warning("asynctp: %s is left out, since a rank does not do it: %s", text, refused)
+
+
+def _make_again(chosen: Rematerialization, agreed: Ballot) -> None:
+    compat.recompute_in_backward(chosen.nodes)
+    chosen.gather.node.meta[REMATERIALIZED] = chosen.bytes or 0
+    chosen.gather.node.meta[AGREED] = agreed
+
+
+def _save(chosen: SavedProduct, agreed: Ballot) -> None:
+    compat.save_instead(chosen.collective.waits, chosen.nodes)
+    chosen.collective.node.meta[AGREED] = agreed

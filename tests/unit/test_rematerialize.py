@@ -66,6 +66,14 @@ def needed_twice(b: GraphBuilder) -> tuple[Node, ...]:
     return one.y, two.y, one.dx, two.dx, one.dw(), two.dw()
 
 
+def needed_in_two_groups(b: GraphBuilder) -> tuple[Node, ...]:
+    """Each group has one gather, so that both are the first of their group."""
+    one = Layer(b)
+    b.group = "other"
+    two = Layer(b, name="two")
+    return one.y, two.y, one.dx, two.dx, one.dw(), two.dw()
+
+
 def silent_backward(b: GraphBuilder) -> tuple[Node, ...]:
     """The backward communicates nothing, so that another rank need not run one."""
     full = b.gather(b.relu(b.input("primals_x", [4, 8], torch.bfloat16)))
@@ -169,6 +177,7 @@ CASES: dict[Build, list[str]] = {
     needed_through_views: [*GATHER, "reshape", "reshape_1", "permute_1"],
     needed_quantized: [*GATHER, "div", "permute_1"],
     needed_twice: [*GATHER, "all_gather_into_tensor_1", "wait_tensor_2", "permute_2", "permute_3"],
+    needed_in_two_groups: [*GATHER, "all_gather_into_tensor_1", "wait_tensor_2", "permute_2", "permute_3"],
     silent_backward: [],
     frozen_weight: [],
     product_is_needed: [],
