@@ -9,9 +9,10 @@ from asynctp_passes import compat
 from asynctp_passes.agreement import ledgers
 from asynctp_passes.agreement.ledgers import Ledger, keyed, kind_of
 from asynctp_passes.agreement.polls import ACCEPTED, REFUSED, Poll, Votes, disagreement, plain, with_provenance
-from asynctp_passes.agreement.waits import ranks_named, still
+from asynctp_passes.agreement.waits import still
 from asynctp_passes.config import Config
 from asynctp_passes.ir.records import Ballot
+from asynctp_passes.waiting import ranks_named
 
 __all__ = ["in_later_graphs", "keep"]
 

@@ -14,13 +14,14 @@ import torch
 from asynctp_passes import compat
 from asynctp_passes.agreement import ledgers
 from asynctp_passes.agreement.ledgers import LOOKED_AT, Ledger, kind_of
-from asynctp_passes.agreement.waits import LONGEST_PAUSE_S, looks, ranks_named
+from asynctp_passes.agreement.waits import LONGEST_PAUSE_S, looks
 from asynctp_passes.config import Config
 from asynctp_passes.errors import DisagreementError
 from asynctp_passes.ir import registry
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.planning.deviations import LOCAL
 from asynctp_passes.reporting.internal import sources_digest
+from asynctp_passes.waiting import ranks_named
 
 __all__ = [
     "ACCEPTED",

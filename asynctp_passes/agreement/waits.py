@@ -1,15 +1,17 @@
-"""Wait for other ranks: look at the store until something is there, or a time is over, and warn of a long wait."""
+"""Waits of a vote: until when they last, which ranks are left, and the warning of a long one."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
+from asynctp_passes import waiting
 from asynctp_passes.agreement.ledgers import keyed
 from asynctp_passes.ir.records import Ballot
+from asynctp_passes.waiting import ranks_named
 
-__all__ = ["LONGEST_PAUSE_S", "WARN_S", "deadline", "looks", "ranks_named", "still"]
+__all__ = ["LONGEST_PAUSE_S", "WARN_S", "deadline", "looks", "still"]
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +19,6 @@ WARN_S = 5.0
 """Seconds of waiting after which a warning says for whom."""
 
 _FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.05
-_NAMED = 4
 
 
 def deadline(ballots: Iterable[Ballot]) -> float:
@@ -40,24 +41,12 @@ def looks(limit: float, awaited: Callable[[], str], longest: float = LONGEST_PAU
 
     A warning tells for whom this rank waits, once that takes `WARN_S`.
     """
-    start, warned, pause = time.monotonic(), False, _FIRST_PAUSE_S
-    while True:
-        passed = time.monotonic() - start
-        yield passed
-        if passed >= limit:
-            return
-        if passed >= WARN_S and not warned:
-            warned = True
-            log.warning(
-                "asynctp: waits up to %g s (ASYNCTP_AGREE_S, and a quarter of the group's timeout) for %s",
-                limit,
-                awaited(),
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
 
+    def warn() -> None:
+        log.warning(
+            "asynctp: waits up to %g s (ASYNCTP_AGREE_S, and a quarter of the group's timeout) for %s",
+            limit,
+            awaited(),
+        )
 
-def ranks_named(ranks: Sequence[int]) -> str:
-    """Ranks, for people: the first few."""
-    names = [*map(str, ranks[:_NAMED]), *(["..."] if len(ranks) > _NAMED else [])]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(names)}"
+    return waiting.looks(limit, warn, warn_after=WARN_S, pauses=(_FIRST_PAUSE_S, longest))

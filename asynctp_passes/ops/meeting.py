@@ -27,6 +27,7 @@ from torch import Tensor
 from asynctp_passes import compat
 from asynctp_passes.errors import DisagreementError
 from asynctp_passes.ops.registration import register
+from asynctp_passes.waiting import looks, ranks_named
 
 __all__ = ["meet"]
 
@@ -35,7 +36,7 @@ log = logging.getLogger("asynctp_passes.ops")
 WARN_S = 10.0
 """Seconds of waiting after which a warning says for whom."""
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.005
+_PAUSES_S = 0.00005, 0.005
 
 _MET = "met"
 
@@ -100,28 +101,23 @@ def meet(key: str, deviations: str, group_name: str) -> None:
 
 def _wait(peers: compat.Peers, at: str, start: float, deviations: str, group_name: str) -> bool:
     """Whether all ranks came to a meeting, within the timeout of the group from `start` on."""
-    pause, warned = _FIRST_PAUSE_S, False
     limit = compat.group_timeout_s(peers.group)
     awaited = [f"{at}/{rank}" for rank in peers.ranks]
-    while not peers.store.check(awaited):
-        passed = time.monotonic() - start
-        if passed >= limit:
-            return False
-        if passed >= WARN_S and not warned:
-            warned = True
-            log.warning(
-                "asynctp: waits up to %g s (the timeout of group %r) for %s to run a graph for which all ranks have "
-                "agreed to %s. A rank that runs another graph never comes; Config(deviate=False) lets ranks differ",
-                *(limit, group_name, _missing(peers, at), deviations),
-            )
-        time.sleep(min(pause, max(limit - passed, 0)))
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
-    return True
+
+    def warn() -> None:
+        log.warning(
+            "asynctp: waits up to %g s (the timeout of group %r) for %s to run a graph for which all ranks have "
+            "agreed to %s. A rank that runs another graph never comes; Config(deviate=False) lets ranks differ",
+            *(limit, group_name, _missing(peers, at), deviations),
+        )
+
+    left = limit - (time.monotonic() - start)
+    return any(peers.store.check(awaited) for _ in looks(left, warn, warn_after=WARN_S, pauses=_PAUSES_S))
 
 
 def _missing(peers: compat.Peers, at: str) -> str:
-    ranks = [str(rank) for rank in peers.ranks if not peers.store.check([f"{at}/{rank}"])]
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(ranks) or '(came just now)'}"
+    ranks = [rank for rank in peers.ranks if not peers.store.check([f"{at}/{rank}"])]
+    return ranks_named(ranks) if ranks else "a rank that came just now"
 
 
 # --- registration -----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ KERNELS = ROOT / "kernels" / "asynctp_kernels"
 
 
 ROWS = (
-    ("config", "compat", "reasons", "errors"),
+    ("config", "compat", "reasons", "errors", "waiting"),
     ("ops", "ir"),
     ("layout",),
     ("matching",),
