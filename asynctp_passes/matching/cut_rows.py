@@ -69,7 +69,7 @@ def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cu
 
 
 def _cut_dimension(node: fx.Node, whole: fx.Node, value: torch.Tensor) -> int | None:
-    """The dimension, not the last one, of which a slice keeps the first indices, and the greater part of them."""
+    """The dimension that a slice cuts: it keeps the first indices, half of them or more. None for the last one."""
     if traits_of(node).view not in (View.SLICE, View.NARROW) or node.args[0] is not whole:
         return None
     values = arguments(node)

@@ -227,7 +227,7 @@ def test_a_group_meets_after_the_groups_that_communicate_before_it(monkeypatch: 
 # --- which graphs meet -----------------------------------------------------------------------------------------
 @pytest.fixture
 def meetings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What ranks have met for, in a process that is the first of two ranks which do not exist."""
+    """The deviations that ranks met for, in a process that is the first of two imagined ranks."""
     found: list[str] = []
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setattr(meeting, "meet", lambda key, deviations, group: found.append(deviations))

@@ -71,7 +71,7 @@ def under_settings(rank: int, world_size: int) -> dict[str, tuple[bool, list[tup
         torch._dynamo.reset()
         asynctp_passes.clear_reports()
         with ExitStack() as stack:
-            stack.enter_context(torch._inductor.config.patch({**settings, "fallback_by_default": False}))
+            stack.enter_context(torch._inductor.config.patch(settings))
             stack.enter_context(mock.patch.dict("os.environ", ASYNCTP_AGREE_S="120"))
             options = {"strict": "off", "log": False, "trace": False}
             got = trained(torch.compile(make(mesh), backend="asynctp", options=options), x)

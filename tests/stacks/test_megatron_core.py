@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stack_runs import TWO_RANKS, output_of, run_stack
+from stack_runs import written_by_two_ranks
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed: .ci/stacks megatron_core")
 
@@ -20,15 +19,13 @@ PROGRAMS = {  # chains fused in the forward and in the backward; two layers have
     "replicated": ([1, 1], ["matmul_all_reduce"]),
 }
 
-
-Found = list[dict[str, dict[str, Any]]]
+Found = list[dict[str, Any]]
 
 
 def results(folder: Path, *arguments: str) -> Found:
-    """What the ranks wrote."""
+    """The results of both ranks, compiled anew."""
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-    output_of(run_stack(PROGRAM, folder, *arguments, launcher=TWO_RANKS, environment=environment))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return written_by_two_ranks(PROGRAM, folder, *arguments, environment=environment)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stack_runs import TWO_RANKS, output_of, run_stack
+from stack_runs import written_by_two_ranks
 
 pytest.importorskip("torchao.float8", reason="torchao is not installed: .ci/stacks torchao")
 
@@ -36,10 +35,8 @@ EXPECTED: dict[str, tuple[int, dict[str, int]]] = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the ranks wrote."""
-    folder = tmp_path_factory.mktemp("torchao")
-    output_of(run_stack(PROGRAM, folder, launcher=TWO_RANKS, paths={"PYTHONPATH": [SUPPORT]}))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    """The results of both ranks, by recipe."""
+    return written_by_two_ranks(PROGRAM, tmp_path_factory.mktemp("torchao"), paths={"PYTHONPATH": [SUPPORT]})
 
 
 @pytest.mark.parametrize("recipe", EXPECTED)

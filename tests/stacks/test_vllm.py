@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 from plugins import write_entry_point
-from stack_runs import TWO_RANKS, output_of, run_stack
+from stack_runs import written_by_two_ranks
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm._C_stable_libtorch") is None:
     pytest.skip("vLLM's wheel for GPUs is not installed: .ci/stacks vllm", allow_module_level=True)
@@ -44,12 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(folder: Path, **options: str) -> Found:
-    """What the ranks wrote; `options` are ASYNCTP_* variables."""
+    """The results of both ranks; `options` are ASYNCTP_* variables."""
     environment = {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_NO_USAGE_STATS": "1"}
     environment |= {f"ASYNCTP_{name.upper()}": value for name, value in options.items()}
     paths = {"LD_LIBRARY_PATH": [folder], "PYTHONPATH": [folder / "plugin", PROGRAM.parent]}
-    output_of(run_stack(PROGRAM, folder, launcher=TWO_RANKS, environment=environment, paths=paths))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return written_by_two_ranks(PROGRAM, folder, environment=environment, paths=paths)
 
 
 def caches(folder: Path) -> set[str]:

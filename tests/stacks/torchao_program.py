@@ -166,7 +166,7 @@ RECIPES: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
 
 
 def tried(make: Callable[[], tuple[nn.Module, Step]]) -> dict[str, Any]:
-    """What came of a recipe: counts, codes by collective, and distances relative to the largest element."""
+    """The outcome of a recipe: counts, codes by collective, and distances relative to the largest element."""
 
     def ran(backend: str, **options: Any) -> list[Tensor]:
         torch._dynamo.reset()

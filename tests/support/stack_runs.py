@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -47,3 +49,9 @@ def output_of(done: subprocess.CompletedProcess[str]) -> str:
     """Its output; the test fails if it did."""
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
+
+
+def written_by_two_ranks(program: Path, folder: Path, *arguments: str, **options: Any) -> list[dict[str, Any]]:
+    """Run a program that writes FOLDER/RANK.json on each of two ranks, and read those; `options` are `run_stack`'s."""
+    output_of(run_stack(program, folder, *arguments, launcher=TWO_RANKS, **options))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
