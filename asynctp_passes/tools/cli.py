@@ -218,12 +218,15 @@ def _bad_options() -> list[tuple[str, str, str, str]]:
 def add_bench_options(parser: argparse.ArgumentParser, end_to_end: bool = True) -> None:
     """The options of a measurement, for the command and for its worker processes; `tune` has no `--e2e` to explain."""
     kinds = "; with --e2e of bf16,fp8,fp8-rowwise: bf16,fp8-rowwise" if end_to_end else ""
+    rows = "; with --e2e --parallel tp tokens of a forward: 1,8,64,256,1024,4096" if end_to_end else ""
     timeout = "; with --e2e 300, and what does not fit is left out" if end_to_end else ""
     parser.add_argument(
         "--report", type=Path, metavar="FILE.jsonl",
         help="measure the fused calls of a program, from the file that Config.report_file names, not built-in shapes",
     )  # fmt: skip
-    parser.add_argument("--rows", type=_numbers, help="values of M, as 512,2048 (default: powers of 2, 64 to 16384)")
+    parser.add_argument(
+        "--rows", type=_numbers, help=f"values of M, as 512,2048 (default: powers of 2, 64 to 16384{rows})"
+    )
     parser.add_argument(
         "--shapes", type=_words, help="MxKxN, as 16x2048x8192,64x7168x8192, in place of the built-in K and N and --rows"
     )
@@ -250,6 +253,10 @@ def add_end_to_end_options(parser: argparse.ArgumentParser) -> None:
     end_to_end = parser.add_argument_group("with --e2e")
     end_to_end.add_argument("--sizes", type=_words, help="of debug,small,8b,70b (default: 70b,8b)")
     end_to_end.add_argument("--batches", type=_words, help="BATCHxSEQUENCE, as 1x8192,2x4096 (default: 1x8192)")
+    end_to_end.add_argument(
+        "--parallel", type=_words, help="of sp,tp: activations sharded over the sequence; replicated, also in a "
+        "forward for inference, of --rows tokens (default: sp)",
+    )  # fmt: skip
     end_to_end.add_argument("--backends", type=_words, help="of inductor,intree,asynctp (default: all)")
     end_to_end.add_argument("--blocks", type=int, help="transformer blocks (default: 2)")
     end_to_end.add_argument("--option", action="append", default=[], help="NAME=VALUE for torch.compile; repeatable")
@@ -268,8 +275,8 @@ def _words(text: str) -> list[str]:
 
 KINDS = ("bf16", "fp8", "fp8-rowwise", "fp8-precise", "fp8-rowwise-precise")
 OPS = ("gather", "scatter", "all_reduce")
-_END_TO_END = ("sizes", "batches", "backends", "blocks", "option", "cpu")
-_OPS_ONLY = ("report", "rows", "shapes", "ops", "all", "tune")
+_END_TO_END = ("sizes", "batches", "parallel", "backends", "blocks", "option", "cpu")
+_OPS_ONLY = ("report", "shapes", "ops", "all", "tune")
 _BUILT_IN_ONLY = ("rows", "shapes", "ops", "kinds")
 
 
@@ -315,6 +322,7 @@ def settle_end_to_end(options: argparse.Namespace, gpu: bool) -> None:
         "sizes": ["70b", "8b"] if gpu else ["debug"],
         "kinds": ["bf16", "fp8-rowwise"] if gpu else ["fp32"],
         "batches": ["1x8192"] if gpu else ["2x64"],
+        "parallel": ["sp"],
         "backends": list(BACKENDS),
         "blocks": 2,
         "timeout": 300,
@@ -323,6 +331,8 @@ def settle_end_to_end(options: argparse.Namespace, gpu: bool) -> None:
     for name, value in defaults.items():
         if getattr(options, name, None) is None:
             setattr(options, name, value)
+    if "tp" in options.parallel and options.rows is None:
+        options.rows = [1, 8, 64, 256, 1024, 4096] if gpu else [1, 64]
 
 
 def mistake(options: argparse.Namespace, end_to_end: bool) -> str:
@@ -351,6 +361,8 @@ def _end_to_end_mistake(options: argparse.Namespace) -> str:
     for text in options.batches:
         if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", text):
             return f"--batches {text!r} is not valid; it must be BATCHxSEQUENCE, as 2x4096"
+    if options.rows and "tp" not in options.parallel:
+        return "--rows is not valid with --e2e --parallel sp; add --parallel tp, or leave it out"
     for size in options.sizes:
         if size != "debug" and not options.gpu:
             return f"--sizes {size!r} is not valid without GPUs; it must be debug"
@@ -369,8 +381,9 @@ def size_mistake(options: argparse.Namespace, ranks: int) -> str:
     from asynctp_passes.tools.demo.model import PRESETS  # imports torch: slow
 
     for size, batch in itertools.product(options.sizes, options.batches):
+        sequence = int(batch.split("x")[1]) if "sp" in options.parallel else ranks
         try:
-            dataclasses.replace(PRESETS[size], sequence=int(batch.split("x")[1])).require_divisible(ranks)
+            dataclasses.replace(PRESETS[size], sequence=sequence).require_divisible(ranks)
         except ValueError as error:
             return f"--sizes {size} --batches {batch}: {error}"
     return ""
@@ -505,6 +518,7 @@ def _bench_arguments(options: argparse.Namespace) -> list[str]:
         "timeout",
         "sizes",
         "batches",
+        "parallel",
         "backends",
         "blocks",
     ):
@@ -522,7 +536,7 @@ def _choices(end_to_end: bool) -> dict[str, Sequence[str]]:
     from asynctp_passes.tools.demo.model import PRESETS  # imports torch: slow
     from asynctp_passes.tools.demo.recipe import BACKENDS, PRECISIONS
 
-    return {"sizes": tuple(PRESETS), "kinds": PRECISIONS, "backends": BACKENDS}
+    return {"sizes": tuple(PRESETS), "kinds": PRECISIONS, "parallel": ("sp", "tp"), "backends": BACKENDS}
 
 
 def _cpu_ranks(wanted: int | None) -> int:

@@ -1,16 +1,18 @@
 """Side by side on whole transformer blocks: plain torch.compile, PyTorch's in-tree async TP, and asynctp.
 
-Started by `asynctp bench --e2e` with one process a GPU. A problem is a model's width, what its matmuls compute in, and
-a batch: a few blocks, compiled each, with one input, one target and one set of weights for all backends. A backend with
-a gradient beyond its limit is shown as WRONG, whatever its speed:
+Started by `asynctp bench --e2e` with one process a GPU. A problem is a model's width, what its matmuls compute in, a
+batch, and how activations are laid out: a few blocks, compiled each, with one input, one target and one set of weights
+for all backends. They train for some steps; with replicated activations there are also problems of a forward alone, for
+inference, which on GPUs is one CUDA graph of all blocks. A backend with a gradient, or a row of a forward's result,
+beyond its limit is shown as WRONG, whatever its speed:
 
-    fp32, bf16   distance from plain compile's gradient; limit: three times what lies between plain compile and no
-                 compile at all, which differ by rounding alone
-    fp8          distance from the gradient in bf16 without a compiler; limit: 1.1 times plain compile's own distance
+    fp32, bf16   distance from plain compile's; limit: three times what lies between plain compile and no compile at
+                 all, which differ by rounding alone
+    fp8          distance from that in bf16 without a compiler; limit: 1.1 times plain compile's own distance
 
 Times are medians of CUDA events over rounds in which the backends take turns in random order; the slowest rank counts.
-In its turn a backend runs for a second, and the second half is timed: a GPU's clock follows the power that was
-drawn before, so that right after another backend it is that one's.
+In its turn a backend trains for a second, and the second half is timed: a GPU's clock follows the power that was
+drawn before, so that right after another backend it is that one's. A turn of a forward is shorter.
 One process measures all problems, each as if it were the only one: what earlier ones made the ranks share is freed.
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import faulthandler
+import functools
 import gc
 import itertools
 import json
@@ -68,28 +71,46 @@ BASE = BACKENDS[0]
 FLOOR = {"fp32": 1e-4, "bf16": 2e-2, "fp8": 1e-2, "fp8-rowwise": 1e-2}
 #: a difference that is wrong however much rounding there is
 WRONG = 0.9
-#: how far from bf16 a gradient in fp8 may be, for each part that plain compile's is
+#: how far from bf16 a gradient or a row in fp8 may be, for each part that plain compile's is
 NO_WORSE = 1.1
-STEPS_A_ROUND = 3  # at least
-#: of each half of a turn, on GPUs. Source: `docs/results/2026-11-22-h200x4/sustained.txt`
-HALF_TURN_S = 0.5
+#: runs in a row that are timed, at least
+RUNS_A_ROUND = {"step": 3, "forward": 16}
+#: of each half of a turn, on GPUs. Source of a step's: `docs/results/2026-11-22-h200x4/sustained.txt`
+HALF_TURN_S = {"step": 0.5, "forward": 0.1}
 #: until the allocator gives a step the addresses of an earlier one, and calls on them are recorded
 WARM_UP = 4
 RESERVE_S = 60.0
 
 
+Blocks = Sequence[Callable[[Tensor], Tensor]]
+#: runs a step, which calls an argument when it begins and after its forward; or a forward, which does not
+Program = Callable[..., Tensor]
+
+
+def nothing() -> None:
+    """Mark no time."""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """A measured problem: `batch` sequences of `sequence` tokens through `blocks` blocks."""
+    """A measured problem: `batch` sequences of `sequence` tokens through `blocks` blocks.
+
+    Attributes:
+        parallel: `sp`: activations between the linear layers are sharded over the sequence; `tp`: they are replicated.
+        part: `step`: forward and backward; `forward`: that alone, for inference, on GPUs in a CUDA graph.
+    """
 
     size: str
     kind: str
     batch: int
     sequence: int
     blocks: int
+    parallel: str = "sp"
+    part: str = "step"
 
     def __str__(self) -> str:
-        return f"{self.size} {self.kind} {self.batch}x{self.sequence}"
+        of_tp = "" if self.parallel == "sp" else f" {self.parallel} {self.part}"
+        return f"{self.size} {self.kind} {self.batch}x{self.sequence}{of_tp}"
 
 
 @dataclass(frozen=True)
@@ -97,29 +118,31 @@ class Row:
     """One backend on one problem; milliseconds, slowest rank.
 
     Attributes:
-        step: Forward and backward.
-        forward: The forward's part of it.
-        host: Until the host has launched a step.
-        exposed: Communication beside which nothing computes, in a traced step of the first rank; None on the CPU.
-        peak_bytes: The most that was allocated during a step, symmetric memory included; None on the CPU.
-        loss: Of the first step, over all ranks.
-        gradient: Name of the gradient that comes nearest to its limit, or goes furthest beyond it.
+        step: Forward and backward; None where only a forward runs.
+        forward: The forward's part of it, or all of a forward for inference.
+        host: Until the host has launched all of it.
+        exposed: Communication beside which nothing computes, in a traced step of the first rank; None on the CPU, and
+            of a forward for inference.
+        peak_bytes: The most that was allocated during a step, symmetric memory included; None as `exposed` is.
+        loss: Of the first run, over all ranks.
+        tensor: Name of the gradient, or row of a forward's result, that comes nearest to its limit, or goes furthest
+            beyond it.
         difference: Its relative difference from plain compile's; in fp8, from that in bf16 without a compiler.
         limit: What `difference` may be; beyond it the backend is wrong.
         fused: Chains that asynctp fused and missed in the compiled graphs; None for other backends.
-        compile_s: Seconds until the first step was done.
+        compile_s: Seconds until the first run was done.
     """
 
     problem: Problem
     backend: str
     world: int
-    step: float
+    step: float | None
     forward: float
     host: float
     exposed: float | None
     peak_bytes: int | None
     loss: float
-    gradient: str
+    tensor: str
     difference: float
     limit: float
     fused: tuple[int, int] | None
@@ -127,7 +150,7 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """False when its gradients differ by more than rounding; nan is wrong."""
+        """False when its gradients, or rows, differ by more than rounding; nan is wrong."""
         return self.difference <= self.limit
 
 
@@ -160,7 +183,8 @@ class Bench:
                 torch.nn.init.normal_(parameter, std=0.02)
         block.to(self.dtype)
         float8_layers(block, self.problem.kind)
-        parallelize_module(block, self.mesh, block_plan(styles=styles_of(self.problem.kind)))
+        plan = block_plan(1 if self.problem.parallel == "sp" else None, styles_of(self.problem.kind))
+        parallelize_module(block, self.mesh, plan)
         return block
 
     @property
@@ -174,15 +198,18 @@ class Bench:
         return self.problem.kind.startswith("fp8")
 
     def _activation(self, seed: int) -> Tensor:
-        """This rank's part of the sequence."""
+        """This rank's part of the sequence; all of it where activations are replicated."""
         sizes = PRESETS[self.problem.size]
         generator = torch.Generator(self.here.device).manual_seed(seed)
         shape = (self.problem.batch, self.problem.sequence, sizes.width)
         whole = torch.randn(shape, device=self.here.device, generator=generator).to(self.dtype)
+        if self.problem.parallel == "tp":
+            return whole
         return whole.chunk(self.here.world, dim=1)[self.here.rank].contiguous()
 
-    def step(self, blocks: Sequence[Callable[[Tensor], Tensor]], middle: Callable[[], Any] = lambda: None) -> Tensor:
-        """Forward and backward; the loss on this rank. `middle` is called between them."""
+    def step(self, blocks: Blocks, mark: Callable[[], Any] = nothing) -> Tensor:
+        """Forward and backward; the loss on this rank. `mark` is called before them, and between."""
+        mark()
         for module in self.blocks:
             module.zero_grad(set_to_none=True)
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # with CUDA graphs
@@ -191,10 +218,50 @@ class Bench:
         for index, block in enumerate(blocks):
             with torch.profiler.record_function(f"block {index}"):
                 y = block(y)
-        loss = (y - self.target).float().square().mean()
-        middle()
+        loss = self._loss(y)
+        mark()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def _loss(self, y: Tensor) -> Tensor:
+        return (y - self.target).float().square().mean()
+
+    def forward(self, blocks: Blocks, x: Tensor, mark: Callable[[], Any] = nothing) -> Tensor:
+        """The result of all blocks, for inference. It has no parts, so `mark` is not called."""
+        with torch.no_grad():
+            return functools.reduce(lambda y, block: block(y), blocks, x)
+
+    def program(self, blocks: Blocks, graph: bool) -> Program:
+        """The program that runs some blocks. A forward may become a CUDA graph."""
+        if self.problem.part == "step":
+            return functools.partial(self.step, blocks)
+        return self._graph(blocks) if graph else functools.partial(self.forward, blocks, self.x)
+
+    def _graph(self, blocks: Blocks) -> Program:
+        """The forward as a CUDA graph. Until it is captured, other data are computed on: nothing old is right."""
+        x = self.target.clone()
+        for _ in range(WARM_UP):
+            self.forward(blocks, x)
+        graph = torch.cuda.CUDAGraph()
+        _meet(self.here)
+        with torch.cuda.graph(graph):
+            y = self.forward(blocks, x)
+        _meet(self.here)
+        x.copy_(self.x)
+        y.fill_(math.nan)
+        return functools.partial(_replay, graph, x, y)
+
+    def outcome(self, program: Program) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss on this rank in one run, and all that is compared, by name."""
+        found = program()
+        if self.problem.part == "step":
+            return found, self.gradients()
+        rows = found.clone().flatten(0, 1).unbind()
+        return self._loss(found), {f"row {number}": row for number, row in enumerate(rows)}
+
+    def plain_outcome(self) -> dict[str, Tensor]:
+        """All that is compared, without a compiler."""
+        return self.outcome(self.program(self.blocks, graph=False))[1]
 
     def gradients(self) -> dict[str, Tensor]:
         """Copies of the last step's gradients, this rank's parts: of the input and of every weight, by name."""
@@ -207,11 +274,24 @@ class Bench:
             found[name] = (leaf.grad.to_local() if isinstance(leaf.grad, DTensor) else leaf.grad).clone()
         return found
 
+    @property
+    def traced(self) -> bool:
+        """One run is traced, and its memory counted: on GPUs, of a step."""
+        return self.here.gpu and self.problem.part == "step"
+
     def compiled(self, backend: str) -> list[Callable[[Tensor], Tensor]]:
         """The blocks as this backend compiles them, all with the same weights. A miss is counted, not raised."""
         group, options = self.mesh.get_group().group_name, {"strict": "off", "log": False, **self.options}
+        if self.problem.part == "forward":
+            options["triton.cudagraphs"] = False  # one graph of all blocks is captured around theirs
         compile_one = compiler(backend, group, self.here.device, options, dynamic=False, fullgraph=True)
         return [compile_one(block) for block in self.blocks]
+
+
+def _replay(graph: torch.cuda.CUDAGraph, x: Tensor, y: Tensor, mark: Callable[[], Any] = nothing) -> Tensor:
+    """Compute `y` again. The graph reads `x`, which must live as long."""
+    graph.replay()
+    return y
 
 
 def differences(actual: dict[str, Tensor], expected: dict[str, Tensor], here: Place) -> dict[str, float]:
@@ -235,20 +315,20 @@ def largest(values: Tensor, here: Place) -> list[float]:
 
 
 def limits(rounding: dict[str, float], floor: float) -> dict[str, float]:
-    """The limit of each gradient's difference: three times what rounding alone moves it, but at least `floor`.
+    """The limit of each tensor's difference: three times what rounding alone moves it, but at least `floor`.
 
-    Never so much that a gradient of zeros, which differs by 1, would pass.
+    Never so much that one of zeros, which differs by 1, would pass.
     """
     return {name: min(max(3 * value, floor), WRONG) for name, value in rounding.items()}
 
 
 def limits_in_fp8(base: dict[str, float], floor: float) -> dict[str, float]:
-    """How far from bf16 each gradient may be, given how far plain compile's is in fp8: hardly further."""
+    """How far from bf16 each tensor may be, given how far plain compile's is in fp8: hardly further."""
     return {name: min(NO_WORSE * value + floor, WRONG) for name, value in base.items()}
 
 
 def nearest_to_its_limit(found: dict[str, float], allowed: dict[str, float]) -> tuple[str, float, float]:
-    """The gradient with the largest difference for its limit: name, difference and limit. nan is the largest."""
+    """The tensor with the largest difference for its limit: name, difference and limit. nan is the largest."""
     ratios = {name: value / allowed[name] for name, value in found.items()}
     name = max(ratios, key=lambda name: (ratios[name] != ratios[name], ratios[name]))
     return name, found[name], allowed[name]
@@ -258,32 +338,32 @@ def nearest_to_its_limit(found: dict[str, float], allowed: dict[str, float]) -> 
 class Prepared:
     """A backend that is compiled and checked, and not timed yet."""
 
-    blocks: list[Callable[[Tensor], Tensor]]
+    program: Program
     loss: float
     differences: dict[str, float]
     fused: tuple[int, int] | None
     compile_s: float
-    steps: int = STEPS_A_ROUND
+    runs: int
     times: list[tuple[float, float]] = field(default_factory=list)
     hosts: list[float] = field(default_factory=list)
 
 
 def prepare(bench: Bench, backend: str, expected: dict[str, Tensor] | None) -> tuple[Prepared, dict[str, Tensor]]:
-    """Compile by a first step, and compare its gradients with `expected` (none for the first backend)."""
+    """Compile by a first run, and compare what it gives with `expected` (none for the first backend)."""
     here, start = bench.here, time.perf_counter()
     asynctp_passes.clear_reports()
-    blocks = bench.compiled(backend)
-    loss = bench.step(blocks)
+    program = bench.program(bench.compiled(backend), graph=here.gpu)
+    loss, found = bench.outcome(program)
     dist.all_reduce(loss)
-    found = bench.gradients()
     reports = asynctp_passes.reports()
     fused = (sum(len(each.fused) for each in reports), sum(len(each.missed) for each in reports))
     ready = Prepared(
-        blocks,
+        program,
         float(loss) / here.world,
         differences(found, found if expected is None else expected, here),
         fused if backend == "asynctp" else None,
         slowest(time.perf_counter() - start, here),
+        RUNS_A_ROUND[bench.problem.part],
     )
     return ready, found
 
@@ -291,18 +371,19 @@ def prepare(bench: Bench, backend: str, expected: dict[str, Tensor] | None) -> t
 def measure(bench: Bench, prepared: dict[str, Prepared], rounds: int) -> None:
     """Time all backends in turns, into their `times` and `hosts`."""
     bench.steps.begin("warm up")
+    half_turn = HALF_TURN_S[bench.problem.part] * 1e3
     for ready in prepared.values():
         for _ in range(WARM_UP):
-            bench.step(ready.blocks)
+            ready.program()
         if bench.here.gpu:
-            ready.steps = max(STEPS_A_ROUND, math.ceil(HALF_TURN_S * 1e3 / slowest(_time(bench, ready)[0], bench.here)))
+            ready.runs = max(ready.runs, math.ceil(half_turn / slowest(_time(bench.here, ready)[0], bench.here)))
     for number in bench.steps.each("time all backends", range(rounds)):
         order = list(prepared)
         random.Random(number).shuffle(order)
         for backend in order:
             ready = prepared[backend]
-            ready.times.append(_time(bench, ready))
-            ready.hosts.append(_host_time(bench, ready.blocks))
+            ready.times.append(_time(bench.here, ready))
+            ready.hosts.append(_host_time(bench.here, ready.program))
 
 
 def _meet(here: Place) -> None:
@@ -313,66 +394,67 @@ def _meet(here: Place) -> None:
         torch.cuda.synchronize()
 
 
-def _time(bench: Bench, ready: Prepared) -> tuple[float, float]:
-    """Milliseconds of a step and of its forward: the means of some steps, run back to back, after as many more."""
+def _time(here: Place, ready: Prepared) -> tuple[float, float]:
+    """Milliseconds of a run and of its forward: the means of some runs, back to back, after as many more."""
     marks: list[Any] = []
 
     def mark() -> None:
-        if bench.here.gpu:
+        if here.gpu:
             marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             marks[-1].record()
         else:
             marks.append(time.perf_counter() * 1e3)
 
-    for _ in range(ready.steps):  # another backend's have left the allocator in another state, and the clock
-        bench.step(ready.blocks)
-    _meet(bench.here)
-    for _ in range(ready.steps):
-        mark()
-        bench.step(ready.blocks, mark)
+    for _ in range(ready.runs):  # another backend's have left the allocator in another state, and the clock
+        ready.program()
+    _meet(here)
     mark()
-    _meet(bench.here)
+    for _ in range(ready.runs):
+        ready.program(mark)
+    mark()
+    _meet(here)
 
     def between(a: Any, b: Any) -> float:
-        return float(a.elapsed_time(b) if bench.here.gpu else b - a)
+        return float(a.elapsed_time(b) if here.gpu else b - a)
 
-    forward = sum(between(marks[2 * i], marks[2 * i + 1]) for i in range(ready.steps))
-    return between(marks[0], marks[-1]) / ready.steps, forward / ready.steps
+    whole, within = between(marks[0], marks[-1]), marks[1:-1]
+    forward = sum(map(between, within[::2], within[1::2])) if within else whole
+    return whole / ready.runs, forward / ready.runs
 
 
-def _host_time(bench: Bench, blocks: Sequence[Callable[[Tensor], Tensor]]) -> float:
-    """Milliseconds until the host has launched one step, while the GPU is not waited for."""
-    _meet(bench.here)
+def _host_time(here: Place, program: Program) -> float:
+    """Milliseconds until the host has launched one run, while the GPU is not waited for."""
+    _meet(here)
     start = time.perf_counter()
-    bench.step(blocks)
+    program()
     elapsed = (time.perf_counter() - start) * 1e3
-    _meet(bench.here)
+    _meet(here)
     return elapsed
 
 
-def peak_bytes(bench: Bench, backend: str, blocks: Sequence[Callable[[Tensor], Tensor]], held: int) -> int | None:
+def peak_bytes(bench: Bench, backend: str, program: Program, held: int) -> int | None:
     """The most that is allocated during a step, without the `held` bytes of the benchmark itself."""
-    if not bench.here.gpu:
+    if not bench.traced:
         return None
     measured = (bench.here.device, backend, bench.mesh.get_group())
     torch.cuda.synchronize()
     peak_memory(*measured)
-    bench.step(blocks)
+    program()
     torch.cuda.synchronize()
     return int(slowest(peak_memory(*measured) - held, bench.here))
 
 
-def exposed(bench: Bench, blocks: Sequence[Callable[[Tensor], Tensor]], path: Path) -> float | None:
+def exposed(bench: Bench, program: Program, path: Path) -> float | None:
     """Milliseconds of exposed communication in one step, traced into `path` by the first rank."""
     here = bench.here
-    if not here.gpu:
+    if not bench.traced:
         return None
     _meet(here)
     value = 0.0
     if here.rank == 0:
-        value = traced(lambda: bench.step(blocks), path, here.device)[1].exposed / 1e3
+        value = traced(program, path, here.device)[1].exposed / 1e3
     else:
-        bench.step(blocks)
+        program()
     _meet(here)
     return slowest(value, here)
 
@@ -442,14 +524,14 @@ def _rows_of(
             found.left_out.append(f"{problem} {backend}: no time left of --timeout {options.timeout}")
             continue
         try:
-            prepared[backend], gradients = prepare(bench, backend, expected)
+            prepared[backend], outcome = prepare(bench, backend, expected)
         except Exception as error:  # on every rank, too
             found.failed.append(f"{problem} {backend}: {_said(error)}")
             if not prepared:
                 return
             continue
-        expected = gradients if expected is None else expected
-        del gradients
+        expected = outcome if expected is None else expected
+        del outcome
         budget.spent(prepared[backend].compile_s)
     assert expected is not None
     allowed = _allowed(bench, prepared[BASE], expected, found)
@@ -458,20 +540,21 @@ def _rows_of(
     with tempfile.TemporaryDirectory() as scratch:
         traces = scratch if options.out is None else options.out / "traces"
         ready_ones = prepared.items()
-        for backend, ready in bench.steps.each("trace and count memory", ready_ones) if here.gpu else ready_ones:
-            gradient, difference, limit = nearest_to_its_limit(ready.differences, allowed)
-            path = Path(traces, f"{problem.size}-{problem.kind}-{problem.batch}x{problem.sequence}-{backend}.json")
+        for backend, ready in bench.steps.each("trace and count memory", ready_ones) if bench.traced else ready_ones:
+            tensor, difference, limit = nearest_to_its_limit(ready.differences, allowed)
+            step = slowest(statistics.median(step for step, _ in ready.times), here)
+            path = Path(traces, f"{str(problem).replace(' ', '-')}-{backend}.json")
             yield Row(
                 problem=problem,
                 backend=backend,
                 world=here.world,
-                step=slowest(statistics.median(step for step, _ in ready.times), here),
+                step=step if problem.part == "step" else None,
                 forward=slowest(statistics.median(forward for _, forward in ready.times), here),
                 host=slowest(statistics.median(ready.hosts), here),
-                exposed=exposed(bench, ready.blocks, path),
-                peak_bytes=peak_bytes(bench, backend, ready.blocks, held),
+                exposed=exposed(bench, ready.program, path),
+                peak_bytes=peak_bytes(bench, backend, ready.program, held),
                 loss=ready.loss,
-                gradient=gradient,
+                tensor=tensor,
                 difference=difference,
                 limit=limit,
                 fused=ready.fused,
@@ -480,24 +563,22 @@ def _rows_of(
 
 
 def in_bf16(bench: Bench) -> dict[str, Tensor]:
-    """The gradients of the same weights, input and target in bf16, without a compiler."""
-    plain = Bench(dataclasses.replace(bench.problem, kind="bf16"), bench.here, bench.mesh, {})
-    plain.step(plain.blocks)
-    return plain.gradients()
+    """All that is compared, of the same weights, input and target in bf16, without a compiler."""
+    return Bench(dataclasses.replace(bench.problem, kind="bf16"), bench.here, bench.mesh, {}).plain_outcome()
 
 
 def _allowed(bench: Bench, base: Prepared, expected: dict[str, Tensor], found: Found) -> dict[str, float]:
-    """How far each gradient may be from the `expected` one."""
+    """How far each tensor may be from the `expected` one."""
     floor = FLOOR[bench.problem.kind]
     if bench.fp8:
         return limits_in_fp8(base.differences, floor)
     bench.steps.begin("compute without a compiler")
     try:
-        bench.step(bench.blocks)
+        plain = bench.plain_outcome()
     except Exception as error:
-        found.left_out.append(f"{bench.problem} without a compiler ({_said(error)}): gradients may differ by {floor}")
+        found.left_out.append(f"{bench.problem} without a compiler ({_said(error)}): results may differ by {floor}")
         return limits(dict.fromkeys(expected, 0.0), floor)
-    return limits(differences(bench.gradients(), expected, bench.here), floor)
+    return limits(differences(plain, expected, bench.here), floor)
 
 
 def _said(error: BaseException) -> str:
@@ -505,21 +586,23 @@ def _said(error: BaseException) -> str:
 
 
 def problems(options: argparse.Namespace) -> list[Problem]:
-    """Everything asked for."""
-    asked = itertools.product(options.batches, options.kinds, options.sizes)
+    """Everything asked for. Forwards are the quickest, and come first."""
+    forwards = [("tp", "forward", f"1x{rows}") for rows in options.rows or ()]
+    steps = [(parallel, "step", batch) for parallel in options.parallel for batch in options.batches]
+    asked = itertools.product([*forwards, *steps], options.kinds, options.sizes)
     return [
-        Problem(size, kind, int(batch), int(sequence), options.blocks)
-        for text, kind, size in asked
+        Problem(size, kind, int(batch), int(sequence), options.blocks, parallel, part)
+        for (parallel, part, text), kind, size in asked
         for batch, sequence in [text.split("x")]
     ]
 
 
 # --- what comes out -------------------------------------------------------------------------------------------------
 HEADER = (
-    f"{'model':6} {'operands':11} {'batch':8} {'backend':9} {'step':>9} {'':>6} {'forward':>9} {'':>6} {'exposed':>8} "
-    f"{'host':>7} {'peak':>6} {'loss':>9} {'gradients':>9} {'fused':>7}\n"
-    "(milliseconds and times as fast as plain compile; exposed communication; GiB; relative difference of gradients:\n"
-    "from plain compile's; in fp8, from those in bf16 without a compiler)"
+    f"{'model':6} {'operands':11} {'batch':8} {'runs':10} {'backend':9} {'step':>9} {'':>6} {'forward':>9} {'':>6} "
+    f"{'exposed':>8} {'host':>7} {'peak':>6} {'loss':>9} {'differs':>9} {'fused':>7}\n"
+    "(milliseconds and times as fast as plain compile; exposed communication; GiB; relative difference of gradients,\n"
+    "or of a forward's rows: from plain compile's; in fp8, from those in bf16 without a compiler)"
 )
 
 
@@ -529,10 +612,11 @@ def line(row: Row, base: Row) -> str:
     fused = "" if row.fused is None else f"{row.fused[0]} of {sum(row.fused)}"
     traced = "" if row.exposed is None else f"{row.exposed:.2f}"
     peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}"
-    wrong = "" if row.right else f"  WRONG: {row.gradient} may differ by {row.limit:.1e}"
+    wrong = "" if row.right else f"  WRONG: {row.tensor} may differ by {row.limit:.1e}"
+    step = "" if row.step is None or base.step is None else f"{row.step:9.3f} {base.step / row.step:5.2f}x"
     return (
-        f"{each.size:6} {each.kind:11} {f'{each.batch}x{each.sequence}':8} {row.backend:9} {row.step:9.3f} "
-        f"{base.step / row.step:5.2f}x {row.forward:9.3f} {base.forward / row.forward:5.2f}x {traced:>8} "
+        f"{each.size:6} {each.kind:11} {f'{each.batch}x{each.sequence}':8} {f'{each.parallel} {each.part}':10} "
+        f"{row.backend:9} {step:16} {row.forward:9.3f} {base.forward / row.forward:5.2f}x {traced:>8} "
         f"{row.host:7.2f} {peak:>6} {row.loss:9.5f} {row.difference:9.1e} {fused:>7}{wrong}"
     ).rstrip()
 
@@ -585,7 +669,9 @@ def check_sizes(options: argparse.Namespace, world: int) -> None:
 def command(options: argparse.Namespace, world: int) -> str:
     """The command that measures the same again."""
     words = [f"--ranks {world}"] + ([] if torch.cuda.is_available() else ["--cpu"])
-    words += [f"--{name} {','.join(getattr(options, name))}" for name in ("sizes", "kinds", "batches", "backends")]
+    names = ("sizes", "kinds", "batches", "parallel", "backends")
+    words += [f"--{name} {','.join(getattr(options, name))}" for name in names]
+    words += [f"--rows {','.join(map(str, options.rows))}"] if options.rows else []
     words += [f"--blocks {options.blocks} --rounds {options.rounds}", *(f"--option {each}" for each in options.option)]
     return f"asynctp bench --e2e {' '.join(words)}"
 

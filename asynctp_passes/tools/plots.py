@@ -146,12 +146,12 @@ def draw_steps(told: Mapping[str, Any], path: Path) -> bool:
 def _bars(plots: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
     """The figure, without its title."""
     base = {_problem(row): row for row in rows if row["backend"] == "inductor"}
-    asked = list(base)
-    figure, axes = plots.subplots(1, 2, figsize=(5 + 2.6 * len(asked), 4.2), sharey=True, layout="constrained")
+    figure, axes = plots.subplots(1, 2, figsize=(5 + 2.6 * len(base), 4.2), sharey=True, layout="constrained")
     handles: dict[str, Any] = {}
     for axis, (part, title) in zip(axes, (("step", "training step"), ("forward", "forward")), strict=True):
+        asked = [problem for problem, row in base.items() if row[part] is not None]
         for index, (backend, (label, colour)) in enumerate(_STEPS.items()):
-            mine = [row for row in rows if row["backend"] == backend and _problem(row) in base]
+            mine = [row for row in rows if row["backend"] == backend and _problem(row) in asked]
             speeds = [base[_problem(row)][part] / row[part] for row in mine]
             places = [asked.index(_problem(row)) + 0.28 * (index - 1) for row in mine]
             bars = axis.bar(places, speeds, 0.26, color=colour)
@@ -171,4 +171,5 @@ def _bars(plots: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
 
 def _problem(row: Mapping[str, Any]) -> str:
     each = row["problem"]
-    return f"{each['size'].upper()} {each['kind']} {each['batch']}x{each['sequence']}"
+    parallel = f" tp {each['part']}" if each.get("parallel") == "tp" else ""  # older files do not name it
+    return f"{each['size'].upper()} {each['kind']} {each['batch']}x{each['sequence']}{parallel}"

@@ -23,7 +23,7 @@ STEPS = (
 )
 KINDS = {"bf16": "bf16", "fp8": "fp8 tensorwise", "fp8-rowwise": "fp8 rowwise"}
 BACKENDS = {"intree": ("PyTorch's async TP", "#d98200"), "asynctp": ("asynctp", "#1f6feb")}
-_ROW = re.compile(r"(\S+) +(\S+) +1x8192 +(\S+) +\S+ +([\d.]+)x")
+_ROW = re.compile(r"(\S+) +(\S+) +1x8192 +(?:sp step +)?(\S+) +\S+ +([\d.]+)x")
 
 
 def speeds(tables: Iterable[str]) -> dict[tuple[str, str, str], float]:

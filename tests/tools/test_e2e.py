@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ def row(backend: str = "inductor", **values: Any) -> Row:
     return replace(
         Row(
             problem=Problem("70b", "bf16", 1, 8192, 2), backend=backend, world=4, step=40.0, forward=14.0, host=6.0,
-            exposed=7.5, peak_bytes=3 * 2**30, loss=1.99882, gradient="0.wq", difference=0.0, limit=0.05,
+            exposed=7.5, peak_bytes=3 * 2**30, loss=1.99882, tensor="0.wq", difference=0.0, limit=0.05,
             fused=None, compile_s=20.0,
         ),
         **values,
@@ -46,6 +47,10 @@ def row(backend: str = "inductor", **values: Any) -> Row:
 BASE = row()
 INTREE = row("intree", step=48.0, forward=13.0, exposed=3.0, difference=0.71)
 OURS = row("asynctp", step=32.0, forward=11.2, exposed=0.4, difference=0.018, fused=(8, 0))
+FORWARD = row(
+    "asynctp", problem=Problem("70b", "bf16", 1, 8, 2, "tp", "forward"), step=None, forward=0.21, host=0.02,
+    exposed=None, peak_bytes=None, tensor="row 5", difference=0.06, fused=(2, 0),
+)  # fmt: skip
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
@@ -77,6 +82,34 @@ def test_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
         assert each["loss"] == pytest.approx(said["rows"][0]["loss"], rel=1e-5)
         assert each["step"] > each["forward"] > 0
     assert [each["fused"] for each in said["rows"]] == [None, None, [8, 0]]
+
+
+@pytest.mark.ranks
+def test_run_without_sequence_parallelism(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A forward and a step: two all-reduces in each direction, all fused, of rows and tokens that no rank divides."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    given = ["--parallel", "tp", "--rows", "1", "--batches", "1x5", "--backends", "inductor,asynctp", "--blocks", "1"]
+    assert cli.main(["bench", "--e2e", "--cpu", "--rounds", "1", "--out", str(tmp_path), *given, *QUICK]) == 0
+    said = json.loads((tmp_path / "e2e.json").read_text())
+    assert (said["failed"], said["left_out"]) == ([], [])
+    assert "--batches 1x5 --parallel tp --backends inductor,asynctp --rows 1 " in said["command"]
+    base, ours = said["rows"][::2], said["rows"][1::2]
+    shown = capfd.readouterr().out.splitlines()
+    for (shape, part, fused), plain, fast in zip([("1x1", "forward", 2), ("1x5", "step", 4)], base, ours, strict=True):
+        for each in (plain, fast):
+            problem = each["problem"]
+            assert (f"{problem['batch']}x{problem['sequence']}", problem["parallel"], problem["part"]) == (
+                shape, "tp", part,
+            )  # fmt: skip
+            assert each["right"]
+            assert each["difference"] < 1e-5
+            assert each["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+            assert each["forward"] > 0
+            assert each["step"] is None if part == "forward" else each["step"] > each["forward"]
+            assert sum(f" {shape} " in line and f" tp {part} " in line for line in shown) == 2
+        assert (plain["fused"], fast["fused"]) == (None, [fused, 0])
 
 
 # --- what ranks share ------------------------------------------------------------------------------------------------
@@ -230,6 +263,48 @@ def test_in_fp8_all_are_compared_with_bf16(mesh: DeviceMesh, monkeypatch: pytest
     assert worse["asynctp"].difference < 3 * worse["inductor"].difference, "three times the rounding would let it pass"
 
 
+def test_each_row_of_a_forward_is_compared(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of many that is a thousandth off is wrong, and is named."""
+
+    def compiled(bench: e2e.Bench, backend: str) -> list[Any]:
+        factor = torch.ones(64, 1)
+        factor[17] += 1e-3 * (backend == "asynctp")
+        return [lambda x, block=block: block(x) * factor for block in bench.blocks]
+
+    monkeypatch.setattr(e2e.Bench, "compiled", compiled)
+    monkeypatch.setattr(e2e, "measure", untimed)
+    options = e2e.parse(["--parallel", "tp", "--rows", "64", "--blocks", "1"])
+    measured = e2e.rows(options, Place(0, 1, torch.device("cpu")), Found())
+    found = [next(measured) for _ in options.backends]
+    assert [each.right for each in found] == [True, True, False]
+    assert (found[2].tensor, found[2].step, found[2].forward) == ("row 17", None, 1.0)
+    assert found[2].difference == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_a_captured_forward_computes_on_what_is_compared(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what warm-up computed nor what is in memory when the capture ends can pass for a replay's result."""
+    bench = e2e.Bench(Problem("debug", "fp32", 1, 4, 1, "tp", "forward"), Place(0, 1, torch.device("cpu")), mesh, {})
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    seen: list[torch.Tensor] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.clone())
+        calls.append((x, x * 2))
+        return calls[-1][1]
+
+    graph = mock.Mock(replay=lambda: torch.mul(calls[-1][0], 2, out=calls[-1][1]))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda each: contextlib.nullcontext(each))
+    program = bench.program([block], graph=True)
+    assert len(seen) == e2e.WARM_UP + 1
+    assert all(torch.equal(each, bench.target) for each in seen)
+    assert calls[-1][1].isnan().all()
+    loss, rows = bench.outcome(program)
+    assert len(seen) == e2e.WARM_UP + 1, "replayed, and not run"
+    assert torch.equal(torch.stack(list(rows.values())), 2 * bench.x[0])
+    assert torch.equal(loss, (2 * bench.x - bench.target).square().mean())
+
+
 def test_no_bf16_no_verdict(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what fp8 is compared with the problem has failed, and says so."""
     without_torchao(monkeypatch)
@@ -256,7 +331,7 @@ def test_the_gradient_that_is_reported(found: dict[str, float], nearest: tuple[s
 def test_what_is_not_a_number_is_reported_before_all_others() -> None:
     found = e2e.nearest_to_its_limit({"a": 5.0, "b": math.nan, "c": 7.0}, dict.fromkeys("abc", 0.1))
     assert found[0] == "b"
-    assert not row(gradient=found[0], difference=found[1], limit=found[2]).right
+    assert not row(tensor=found[0], difference=found[1], limit=found[2]).right
 
 
 @pytest.mark.parametrize(
@@ -289,23 +364,27 @@ def test_exit_code(
 # --- what comes out --------------------------------------------------------------------------------------------------
 def test_lines() -> None:
     assert_expected_inline(
-        "\n".join([e2e.HEADER, *(e2e.line(each, BASE) for each in (BASE, INTREE, OURS))]),
+        "\n".join([e2e.HEADER, *(e2e.line(each, BASE) for each in (BASE, INTREE, OURS)), e2e.line(FORWARD, FORWARD)]),
         """\
-model  operands    batch    backend        step          forward         exposed    host   peak      loss gradients   fused
-(milliseconds and times as fast as plain compile; exposed communication; GiB; relative difference of gradients:
-from plain compile's; in fp8, from those in bf16 without a compiler)
-70b    bf16        1x8192   inductor     40.000  1.00x    14.000  1.00x     7.50    6.00   3.00   1.99882   0.0e+00
-70b    bf16        1x8192   intree       48.000  0.83x    13.000  1.08x     3.00    6.00   3.00   1.99882   7.1e-01          WRONG: 0.wq may differ by 5.0e-02
-70b    bf16        1x8192   asynctp      32.000  1.25x    11.200  1.25x     0.40    6.00   3.00   1.99882   1.8e-02  8 of 8""",  # noqa: E501
+model  operands    batch    runs       backend        step          forward         exposed    host   peak      loss   differs   fused
+(milliseconds and times as fast as plain compile; exposed communication; GiB; relative difference of gradients,
+or of a forward's rows: from plain compile's; in fp8, from those in bf16 without a compiler)
+70b    bf16        1x8192   sp step    inductor     40.000  1.00x    14.000  1.00x     7.50    6.00   3.00   1.99882   0.0e+00
+70b    bf16        1x8192   sp step    intree       48.000  0.83x    13.000  1.08x     3.00    6.00   3.00   1.99882   7.1e-01          WRONG: 0.wq may differ by 5.0e-02
+70b    bf16        1x8192   sp step    asynctp      32.000  1.25x    11.200  1.25x     0.40    6.00   3.00   1.99882   1.8e-02  8 of 8
+70b    bf16        1x8      tp forward asynctp                        0.210  1.00x             0.02          1.99882   6.0e-02  2 of 2  WRONG: row 5 may differ by 5.0e-02""",  # noqa: E501
     )
 
 
 def test_record_keeps_everything() -> None:
-    said = json.loads(json.dumps(e2e.record(Found([BASE, OURS], ["x: raised"], ["y: no time"]), HERE, "the command")))
+    said = json.loads(
+        json.dumps(e2e.record(Found([BASE, OURS, FORWARD], ["x: raised"], ["y: no time"]), HERE, "the command"))
+    )
     assert (said["failed"], said["left_out"], said["command"]) == (["x: raised"], ["y: no time"], "the command")
     rows = [{**each, "problem": Problem(**each["problem"]), "fused": each["fused"] and tuple(each["fused"])}
             for each in said["rows"]]  # fmt: skip
-    assert [Row(**{name: value for name, value in each.items() if name != "right"}) for each in rows] == [BASE, OURS]
+    kept = [Row(**{name: value for name, value in each.items() if name != "right"}) for each in rows]
+    assert kept == [BASE, OURS, FORWARD]
 
 
 def test_time_is_shared_by_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +410,16 @@ def test_problems_of_the_options() -> None:
     assert {each.blocks for each in e2e.problems(options)} == {3}
 
 
+def test_problems_without_sequence_parallelism() -> None:
+    """Forwards come first, so that what takes longest is left out where time runs out."""
+    options = e2e.parse(["--parallel", "sp,tp", "--rows", "1,8", "--batches", "1x64"])
+    assert list(map(str, e2e.problems(options))) == [
+        "debug fp32 1x1 tp forward", "debug fp32 1x8 tp forward", "debug fp32 1x64", "debug fp32 1x64 tp step",
+    ]  # fmt: skip
+    assert e2e.parse(["--parallel", "tp"]).rows == [1, 64]
+    assert e2e.parse([]).rows is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -346,6 +435,9 @@ def test_problems_of_the_options() -> None:
         (["--blocks", "0"], "--blocks 0 is not valid; it must be at least 1"),
         (["--out", "/dev/null"], "--out /dev/null is not valid; it must be a folder that can be written, or made"),
         (["--batches", "2x64x2"], "--batches '2x64x2' is not valid"),
+        (["--parallel", "dp"], "--parallel 'dp' is not valid; it must be of sp, tp"),
+        (["--rows", "64"], "--rows is not valid with --e2e --parallel sp; add --parallel tp, or leave it out"),
+        (["--rows", "0", "--parallel", "tp"], "--rows 0 is not valid; it must be at least 1"),
         (["--sizes", "70b"], "--sizes '70b' is not valid without GPUs; it must be debug"),
         (["--option", "strict"], "--option 'strict' is not valid; it must be NAME=VALUE, as strict=all"),
         (["--option", "strict=no"], "--option: asynctp: strict='no' is not valid; it must be one of ('off', 'zero', "),
@@ -363,6 +455,7 @@ def test_sizes_that_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     options = e2e.parse(["--sizes", "debug", "--batches", "1x66"])
     with pytest.raises(RecipeError, match=r"1x66: sequence=66 is not valid for 4 tensor-parallel ranks"):
         e2e.check_sizes(options, 4)
+    e2e.check_sizes(e2e.parse(["--sizes", "debug", "--batches", "1x66", "--parallel", "tp"]), 4)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +493,8 @@ def test_without_gpus_the_cpu_is_named(monkeypatch: pytest.MonkeyPatch, capsys: 
     [
         (["--cpu"], "--cpu is not valid without --e2e; add --e2e, or leave it out"),
         (["--sizes", "8b"], "--sizes is not valid without --e2e"),
-        (["--e2e", "--rows", "64"], "--rows is not valid with --e2e; leave one of them out"),
+        (["--parallel", "tp"], "--parallel is not valid without --e2e"),
+        (["--e2e", "--rows", "64"], "--rows is not valid with --e2e --parallel sp; add --parallel tp, or"),
         (["--e2e", "--tune"], "--tune is not valid with --e2e"),
         (["--e2e", "--cpu", "--ranks", "1"], "--ranks 1 is not valid; it must be at least 2"),
     ],

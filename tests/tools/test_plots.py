@@ -116,6 +116,19 @@ def test_bars_have_their_values_and_no_legend_over_them(tmp_path: Path, figure: 
         assert all(text.get_window_extent(renderer).y1 <= axis.get_window_extent(renderer).y1 for text in axis.texts)
 
 
+def test_a_forward_without_a_step_has_bars_of_the_forward_alone(tmp_path: Path, figure: list[Any]) -> None:
+    rows: list[dict[str, Any]] = [step("inductor", 40.0, 14.0), step("asynctp", 32.0, 11.2)]
+    problem = {**rows[0]["problem"], "sequence": 8, "parallel": "tp", "part": "forward"}
+    rows += [{**row, "problem": problem, "step": None} for row in rows]
+    assert draw_steps(told(rows), tmp_path / "e2e.png")
+    steps, forwards = figure[0].axes
+    assert [each.get_text() for each in steps.get_xticklabels()] == ["70B\nbf16\n1x8192"]
+    assert [each.get_text() for each in forwards.get_xticklabels()] == [
+        "70B\nbf16\n1x8192", "70B\nbf16\n1x8\ntp\nforward",
+    ]  # fmt: skip
+    assert [each.get_text() for each in forwards.texts] == ["1.00", "1.00", "1.25", "1.25"]
+
+
 def test_no_picture_without_rows_or_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not draw_steps(told([]), tmp_path / "none.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)

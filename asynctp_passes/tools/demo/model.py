@@ -268,26 +268,32 @@ class Styles:
     gathered: Callable[..., ParallelStyle] = PrepareModuleInput
 
 
-def block_plan(dim: int = 1, styles: Styles | None = None) -> dict[str, ParallelStyle]:
-    """torchtitan's plan for one block: activations sharded over dimension `dim` between the linear layers."""
+def block_plan(dim: int | None = 1, styles: Styles | None = None) -> dict[str, ParallelStyle]:
+    """torchtitan's plan for one block: activations sharded over dimension `dim` between the linear layers.
+
+    With None they are replicated, without sequence parallelism: two all-reduces in the forward, and two in the
+    backward.
+    """
     styles = styles or Styles()
+    between = Replicate() if dim is None else Shard(dim)
 
     def gathered() -> ParallelStyle:
-        return styles.gathered(input_layouts=(Shard(dim),), desired_input_layouts=(Replicate(),))
+        return styles.gathered(input_layouts=(between,), desired_input_layouts=(Replicate(),))
 
-    return {
-        "attention_norm": SequenceParallel(sequence_dim=dim),
+    plan: dict[str, ParallelStyle] = {
         "attention": gathered(),
         "attention.wq": styles.column(),
         "attention.wk": styles.column(),
         "attention.wv": styles.column(),
-        "attention.wo": styles.row(output_layouts=Shard(dim)),
-        "ffn_norm": SequenceParallel(sequence_dim=dim),
+        "attention.wo": styles.row(output_layouts=between),
         "feed_forward": gathered(),
         "feed_forward.w1": styles.column(),
-        "feed_forward.w2": styles.row(output_layouts=Shard(dim)),
+        "feed_forward.w2": styles.row(output_layouts=between),
         "feed_forward.w3": styles.column(),
     }
+    if dim is not None:
+        plan |= {name: SequenceParallel(sequence_dim=dim) for name in ("attention_norm", "ffn_norm")}
+    return plan
 
 
 def parallelize(model: Transformer, mesh: DeviceMesh, dim: int = 1, styles: Styles | None = None) -> Transformer:
