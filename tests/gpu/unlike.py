@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from asynctp_kernels import PeerTimeout, SymmetricMemoryError, cuda, release
+from asynctp_kernels import PeerFailed, PeerTimeout, SymmetricMemoryError, cuda, release
 from asynctp_kernels.cuda.runtime.memory import existing_memory
 from launched import GRIDS, device, end, limit, show, start
 from torch import Tensor
@@ -58,6 +58,8 @@ SHALLOW = 200  # bf16 has every integer up to 256: no sum of so many products of
 VOCABULARY, WIDTH, ROWS = (50257, 1600, 8192) if GPU else (103, 16, 24)
 POISON_EVERY = 1000
 UNIT = 64 if GPU else 8
+#: a rank's own, or what a peer's comes to
+FAILURES = (SymmetricMemoryError, PeerTimeout, PeerFailed)
 #: times as many rows: of a large all-reduce over four GPUs two shots, and of a huge gather 32 MiB of each rank
 LENGTHS = {"long": 2, "large": 64, "huge": 4096}
 
@@ -676,6 +678,12 @@ FAULTS = [
     Fault("gather direct", "scatter direct", captured=True),
     Fault("scatter fused", "long gather kept", captured=True),
     Fault("all_reduce direct"),
+    Fault("all_reduce fused"),
+    Fault("all_reduce decomposed", captured=True),
+    Fault("all_reduce whole"),
+    Fault("all_reduce fused", "scatter fused"),
+    Fault("all_reduce decomposed", "large all_reduce whole", captured=True),
+    Fault("gather kept", "all_reduce fused"),
     Fault("large all_reduce direct"),
     Fault("large all_reduce direct", captured=True),
     Fault("all_reduce direct", "scatter direct"),
@@ -722,7 +730,7 @@ def judged(call: Callable[[], tuple[Tensor, Tensor]]) -> tuple[str, int, int]:
     try:
         found, wanted = call()
         synchronize()
-    except (SymmetricMemoryError, PeerTimeout) as error:
+    except FAILURES as error:
         return f"{type(error).__name__}: {error}", 0, -1
     nan = found.isnan()
     return "", int(((found != wanted) & ~nan).sum()), int(nan.sum())
@@ -735,7 +743,7 @@ def said_by_next(what: str, group: dist.ProcessGroup, bound: float) -> str:
         time.sleep(0.05)
     try:
         made(what, group)
-    except (SymmetricMemoryError, PeerTimeout) as error:
+    except FAILURES as error:
         return str(error)
     return "nothing"
 
@@ -802,6 +810,7 @@ def faults(only: str) -> dict[str, Any]:
         limit(120)
         found = check_fault(fault, timeout_s())
         slowest = max(slowest, *(each["seconds"] for each in found["ranks"]))
+        show({"fault": fault.name, "ok": found["ok"], "said": found["ranks"][0]["said"]})
         if not found["ok"]:
             bad[fault.name] = found["ranks"]
     return {"faults": len(chosen), "bad": bad, "slowest": slowest, "bound": timeout_s()}
