@@ -76,8 +76,8 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
         world_size: Ranks of the group; 0 if unknown.
 
     Returns:
-        As `"fused (cost model)"`, or `"fused, then all-gather (cost model)"` of an all-reduce. What `implementation`
-        says where there is no GPU, the ranks are not known, or one is forced that cannot run (the call will say so).
+        As `"fused (cost model)"`. What `implementation` says where there is no GPU, the ranks are not known, or one is
+        forced that cannot run (the call will say so).
     """
     call = signature(op).named({"group_name": None, **arguments})
     device = call.first.device.type
@@ -88,9 +88,7 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
         choice = cuda.explain(call, world_size)
     except RuntimeError:
         return implementation(device)
-    halves = op.endswith("all_reduce") and choice.implementation in ("fused", "decomposed")
-    then = ", then all-gather" if halves else ""
-    return f"{choice.implementation}{then} ({choice.source})"
+    return f"{choice.implementation} ({choice.source})"
 
 
 def explain(op: str, *args: Any) -> Any:

@@ -63,7 +63,7 @@ class Remark:
             collective, where its group has such (`"asynctp::all_gather"`), else empty.
         implementation: What the op runs: `"sequential"` (plain collective and matmul: no overlap), or the kernel's
             name; on CUDA, where the op chooses per call, what it will choose for `call` on this machine, and by what,
-            as `"fused (cost model)"`, or `"fused, then all-gather (cost model)"` of an all-reduce.
+            as `"fused (cost model)"`.
         call: What the op is called with, by argument name and without the group: tensors as
             `{"dtype": "bfloat16", "shape": [4, 8], "stride": [8, 1]}`. Empty unless FUSED, with symbolic sizes, and
             under an error, where nothing is rewritten. `asynctp bench --report` measures these calls.

@@ -19,9 +19,11 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
-from asynctp_kernels.cuda import explanation, implementations, moves, plan_cache
+from asynctp_kernels.cuda import explanation, moves, plan_cache
+from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS
 from asynctp_kernels.cuda.choose.wire import PUSH, Wire
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
+from asynctp_kernels.cuda.plans import decomposed
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, part_rows
 from cuda_stubs import (
     COPY,
     REDUCE,
@@ -63,47 +65,81 @@ def all_reduce(here: Machine, call: ScatterCall, check: Callable[[], None] = lam
     return op(here, replace(call, unscaled_op="matmul_all_reduce"), check)
 
 
-@pytest.fixture
-def shards(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What was given to the all-gather, which takes all ranks' rows to be ours."""
-    given: list[Tensor] = []
-
-    def all_gather(shard: Tensor, group: object) -> Tensor:
-        given.append(shard)
-        return torch.cat([shard] * WORLD)
-
-    for module in (implementations, moves):
-        monkeypatch.setattr(module, "all_gather", all_gather)
-    return given
-
-
-@pytest.mark.parametrize("implementation", ["fused", "decomposed"])
+@pytest.mark.parametrize("rows", [(2, 96, 2), (50,)], ids=["whole rows", "parts that end in a row"])
+@pytest.mark.parametrize("implementation", ["fused", "decomposed", "whole"])
 @pytest.mark.parametrize("options", [{}, {**ROWWISE, "fast": False}], ids=["bf16", "rows of scales, slow"])
-def test_all_reduce(implementation: str, options: dict[str, Any], here: Machine, shards: list[Tensor]) -> None:
-    """Rows of all dimensions together are scattered, by the implementation that is asked for, and gathered."""
-    call, checked = scatter_call((2, 96, 2), (64,), 80, dim=1, **options), []
-    rows = replace(call, a_parts=[call.a_parts[0].view(384, 64)], dim=0)
-    part = whole(rows, implementation).chunk(WORLD)
+def test_all_reduce(implementation: str, rows: tuple[int, ...], options: dict[str, Any], here: Machine) -> None:
+    """A rank adds up a part of as many bytes as each other one, and gets the others' sums in the product's place."""
+    if implementation == "fused" and rows == (50,):
+        pytest.skip("its parts are whole rows")
+    call, checked = scatter_call(rows, (64,), 80, **options), []
+    flat = replace(call, a_parts=[call.a_parts[0].view(-1, 64)], dim=0)
+    mine = whole(flat, "decomposed").bfloat16().view(WORLD, -1)
+    signature = replace(flat, unscaled_op="matmul_all_reduce").wire.signature(PUSH)
+    sums = torch.randn(mine.shape).bfloat16()
     with cuda.forced(implementation):
         for _ in range(2):
-            here.memory.require("box", part[RANK].numel() * 2 * WORLD)
-            signature = replace(rows, unscaled_op="matmul_all_reduce").wire.signature(PUSH)
-            peers_come(here, here.memory.full, [part[RANK].contiguous()] * WORLD, signature)
-            out = all_reduce(here, call, lambda: checked.append(1))
+            here.memory.require("box", WORLD * mine[RANK].numel() * 2)
+            peers_come(here, here.memory.full, [mine[RANK].contiguous()] * WORLD, signature)
+            tell_sums(here, sums)
+            if implementation == "whole":
+                given = mine.clone()
+                out = cuda.Mover(here.group).all_reduce(given.view(-1, 80), "sum")
+                assert torch.equal(given, mine), "it stays as it is"
+            else:
+                out = all_reduce(here, call, lambda: checked.append(1))
             assert out is not None
-            assert (out.shape, out.dtype) == ((2, 96, 2, 80), torch.bfloat16)
-            assert torch.equal(shards.pop(), (part[RANK].float() * WORLD).bfloat16())
-    assert checked == [1], "once for each plan"
-    assert here.memory.last_implementation == implementation
+            assert out.dtype == torch.bfloat16
+            wanted = sums.clone()
+            wanted[RANK] = (mine[RANK].float() * WORLD).bfloat16()
+            assert torch.equal(out.view(WORLD, -1), wanted)
+            box = here.parts("box")[RANK].view(torch.bfloat16)[(WORLD - 1) * mine[RANK].numel() :][: mine[RANK].numel()]
+            assert torch.equal(box, wanted[RANK]), "the peers pull it from there"
+            assert not any(words.any() for words in here.memory.all_chunk_words)
+    if implementation != "whole":
+        assert checked == [1], "once for each plan"
+        assert here.memory.last_implementation == implementation
+
+
+def tell_sums(here: Machine, sums: Tensor) -> None:
+    """The peers' sums are in their boxes, and they have said so."""
+    size = sums[0].numel()
+    for peer in range(WORLD):
+        if peer != RANK:
+            here.parts("box")[peer].view(torch.bfloat16)[(WORLD - 1) * size :][:size].copy_(sums[peer])
+            here.memory.all_chunk_words[1][peer] = MAX_CHUNKS
+
+
+def test_scales_of_some_rows() -> None:
+    """One for all rows, for each, or for each block of them."""
+    each, blocks, one = torch.arange(512.0)[:, None], torch.arange(4.0)[:, None], torch.ones(1)
+    assert torch.equal(decomposed._of_rows(each, 512, 128, 256), each[128:256])
+    assert torch.equal(decomposed._of_rows(blocks, 512, 128, 384), blocks[1:3])
+    assert decomposed._of_rows(one, 512, 128, 256) is one
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_rows_of_parts(world: int) -> None:
+    """Each row is multiplied once, and before any part that it belongs to is pushed."""
+    for rows, columns in ((world, 8), (world + 1, 24), (50, 8 * world), (97, 40)):
+        call = replace(scatter_call((rows,), (8,), columns, world=world), unscaled_op="matmul_all_reduce")
+        part = call.parts.cols
+        for rank in range(world):
+            made = set[int]()
+            ranges = part_rows(call, rank)
+            assert [dst for dst, *_ in ranges] == [(rank + step) % world for step in range(1, world + 1)]
+            for dst, first, end in ranges:
+                assert not made & set(range(first, end))
+                made |= set(range(first, end))
+                assert made >= set(range(dst * part // columns, -(-(dst + 1) * part // columns)))
+            assert made >= set(range(rows))
 
 
 @pytest.mark.parametrize("shots", [1, 2])
 @pytest.mark.parametrize("rows", [(2, 96, 2), (7,), (1,)], ids=str)
 @pytest.mark.parametrize("options", [{}, {**ROWWISE, "fast": False}, {"reduce_op": "avg"}], ids=["bf16", "fp8", "avg"])
-def test_direct_all_reduce(
-    options: dict[str, Any], rows: tuple[int, ...], shots: int, here: Machine, shards: list[Tensor]
-) -> None:
-    """One kernel, for any rows; its sum is in the place of the product, and nothing is gathered."""
+def test_direct_all_reduce(options: dict[str, Any], rows: tuple[int, ...], shots: int, here: Machine) -> None:
+    """One kernel, for any rows; its sum is in the place of the product."""
     call, checked = scatter_call(rows, (64,), 80, **options), []
     mine = whole(replace(call, a_parts=[call.a_parts[0].view(-1, 64)]), "direct").flatten()
     peers = [torch.randn(mine.numel()).bfloat16() for _ in range(WORLD)]
@@ -121,12 +157,12 @@ def test_direct_all_reduce(
             assert out is not None
             assert (out.shape, out.dtype) == ((*rows, 80), torch.bfloat16)
             assert torch.equal(out.flatten(), total)
-    assert (checked, shards, here.memory.last_implementation) == ([1], [], "direct")
+    assert (checked, here.memory.last_implementation) == ([1], "direct")
     launched = here.of(Launched)[-1]
     assert launched.arguments["own_ptr"] == launched.arguments["out_ptr"] == out.data_ptr()
 
 
-def test_all_reduce_of_rows_that_cannot_be_divided(here: Machine, shards: list[Tensor]) -> None:
+def test_all_reduce_of_rows_that_cannot_be_divided(here: Machine) -> None:
     """They are direct, or NCCL's."""
     here.kernels.clear()
     for name, wanted in ((None, "direct"), ("direct", "direct"), ("sequential", "sequential")):
@@ -138,11 +174,10 @@ def test_all_reduce_of_rows_that_cannot_be_divided(here: Machine, shards: list[T
         assert (checked, here.memory.last_implementation) == ([1], wanted)
     with cuda.forced("fused"), pytest.raises(RuntimeError, match="7 rows are not divisible by 4 ranks"):
         all_reduce(here, scatter_call((7,), (64,), 96))
-    assert shards == []
 
 
 @pytest.mark.parametrize("forced", [None, "fused"])
-def test_an_all_reduce_without_a_product(forced: str | None, here: Machine, shards: list[Tensor]) -> None:
+def test_an_all_reduce_without_a_product(forced: str | None, here: Machine) -> None:
     """Of a size that cannot be divided it is direct, whatever is asked for; its tensor stays as it is."""
     here.kernels["push_all_reduce_kernel"] = functools.partial(
         cuda_emulated.landed, parts=[torch.ones(35).bfloat16()] * WORLD
@@ -153,10 +188,9 @@ def test_an_all_reduce_without_a_product(forced: str | None, here: Machine, shar
     assert total is not None
     assert torch.equal(total, torch.full((7, 5), 2.0 + WORLD - 1).bfloat16())
     assert bool((given == 2).all())
-    assert shards == []
 
 
-def test_all_reduce_and_scatter_of_one_shape_have_plans_apart(here: Machine, shards: list[Tensor]) -> None:
+def test_all_reduce_and_scatter_of_one_shape_have_plans_apart(here: Machine) -> None:
     here.kernels.clear()
     call = scatter_call((64,), (64,), 72)
     for _ in range(2):
@@ -164,7 +198,6 @@ def test_all_reduce_and_scatter_of_one_shape_have_plans_apart(here: Machine, sha
         assert whole_sum is not None
         assert part is not None
         assert (whole_sum.shape, part.shape) == ((64, 72), (16, 72))
-    assert shards == []
 
 
 LARGE: dict[str, Callable[[], Any]] = {

@@ -366,7 +366,12 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
     "all-reduce of any rows": (
         ALL_REDUCE,
         all_reduce_args(a=[empty(2, 511, 512)]),
-        dict.fromkeys(("fused", "decomposed"), "1022 rows are not divisible by 4 ranks"),
+        {"fused": "1022 rows are not divisible by 4 ranks"},
+    ),
+    "all-reduce of fewer rows than ranks": (
+        ALL_REDUCE,
+        all_reduce_args(a=[empty(3, 512)]),
+        {"fused": "3 rows are not divisible by 4 ranks", "decomposed": "3 rows, fewer than 4 ranks"},
     ),
     "all-reduce of rows in all": (ALL_REDUCE, all_reduce_args(a=[empty(2, 2, 129, 512)]), {}),
     "all-reduce fp32": (

@@ -26,6 +26,7 @@ import cuda_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import moves
 from asynctp_kernels.cuda.choose import wire
+from asynctp_kernels.cuda.plans import decomposed
 from asynctp_kernels.cuda.plans import gather_transports as gathers
 from asynctp_kernels.cuda.plans import scatter as scatters
 from asynctp_kernels.cuda.plans.collectives import Bulk
@@ -130,6 +131,38 @@ SESSIONS: dict[str, Session] = {
         3,
     ),
     "all reduce": Session(3, (scatter(kind="all reduce"), scatter("decomposed", kind="all reduce"))),
+    "all reduce of 4": Session(4, (scatter(kind="all reduce", ks=(32, 16), bias=False), gather(full=True)), chunks=3),
+    "decomposed all reduce": Session(
+        3,
+        (
+            scatter("decomposed", kind="all reduce", rows=(50,), n=48),
+            scatter("decomposed", kind="all reduce", rows=(7,), n=48, added=True, sum_dtype=FLOAT),
+        ),
+        3,
+    ),
+    "unlike uses of all reduces": Session(
+        3,
+        (
+            (scatter(kind="all reduce"), move("all reduce"), scatter("decomposed", kind="all reduce")),
+            gather(full=True),
+            (
+                move("all reduce"),
+                scatter("decomposed", kind="all reduce"),
+                scatter(kind="all reduce", ks=(16, 16), bias=False),
+            ),
+        ),
+    ),
+    "all reduces beside flights": Session(
+        3,
+        (
+            bulk("gather", 1),
+            scatter(kind="all reduce"),
+            bulk("scatter", 2),
+            bulk("gather", 2),
+            move("all reduce"),
+            gather(),
+        ),
+    ),
     "all kinds": Session(
         3,
         (
@@ -209,6 +242,12 @@ SESSIONS: dict[str, Session] = {
     "recorded all reduces": Session(
         2, (scatter("direct", kind="all reduce"), scatter("direct", kind="all reduce", **FEW)), 4, records=True
     ),
+    "recorded all reduces, pushed": Session(
+        2,
+        (bulk("gather", 1), scatter(kind="all reduce"), scatter("decomposed", kind="all reduce"), move("all reduce")),
+        5,
+        records=True,
+    ),
     "recorded beside flights": Session(
         2, (bulk("gather", 1), gather(full=True), bulk("scatter", 1), scatter("decomposed")), 5, records=True
     ),
@@ -247,6 +286,11 @@ SESSIONS: dict[str, Session] = {
     "captured all reduces": Session(
         3,
         (scatter("direct", kind="all reduce"), gather("direct"), scatter("direct", kind="all reduce", **FEW)),
+        captured=True,
+    ),
+    "captured all reduces, pushed": Session(
+        3,
+        (scatter(kind="all reduce"), gather(full=True), scatter("decomposed", kind="all reduce"), bulk("gather")),
         captured=True,
     ),
     "captured scatters": Session(
@@ -354,6 +398,7 @@ NEEDED = {
     "scatter.PushedScatter.finish: wait_event(stream, self.memory.end)": "fused scatter",
     "scatter.PushedScatter.finish: wait_event(stream, self.memory.reduced)": "fused scatter",
     "decomposed.DecomposedScatter.enqueue: record_event(memory.event(dst, block), stream)": "decomposed scatter",
+    "decomposed.DecomposedAllReduce.enqueue: record_event(memory.event(dst, 0), stream)": "decomposed all reduce",
     "script._call: record_event(event, stream)": "pulled decomposed gather",
     "script._call: wait_event(stream, awaited)": "decomposed scatter",
 }
@@ -470,6 +515,16 @@ def one_recording(real: Any) -> Any:
     return lambda self, stream, key, *rest: real(self, stream, key[:1], *rest)
 
 
+def made_late(real: Any) -> Any:
+    """The first row of the part that is pushed first, with the own part."""
+
+    def rows(call: Any, rank: int) -> list[tuple[int, int, int]]:
+        (dst, begin, end), *rest, (own, first, last) = real(call, rank)
+        return [(dst, begin + 1, end), *rest, (own, first, last + 1)]
+
+    return rows
+
+
 FAULTS: dict[str, tuple[str, Spoil]] = {
     "arrival set before the pull": ("pulled fused gather", scripted(gathers, "pull_script", early(Write))),
     "event before the pull": ("pulled decomposed gather", scripted(gathers, "pull_script", early(Record))),
@@ -510,6 +565,10 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "FREE not set": ("fused scatter", scripted(scatters, "push_script", lambda steps: steps[1:])),
     "FULL before the push": ("fused scatter", scripted(scatters, "push_script", early(Post))),
     "sum at once": ("fused scatter", heedless("reduce_kernel")),
+    "sums pulled at once": ("all reduce", scripted(scatters, "share_script", no(Wait))),
+    "LANDED kept by the sums": ("all reduce", scripted(scatters, "share_script", no(Write))),
+    "sums that are not told": ("all reduce", scripted(scatters, "summed_script", lambda steps: [])),
+    "a row of two parts made with the second": ("decomposed all reduce", replaced(decomposed, "part_rows", made_late)),
     "direct gather at once": ("direct gather", heedless("push_gather_kernel")),
     "direct scatter at once": ("direct scatter", heedless("push_reduce_kernel")),
     "direct all-reduce at once": ("direct all reduce", heedless("push_all_reduce_kernel", 0, 1)),

@@ -85,7 +85,13 @@ SCATTERED = (
     Call("scatter", "decomposed"),
     Call("scatter", "whole"),
 )
-KINDS = (*PUSHED, *PULLED, *SCATTERED)
+REDUCED_TO_ALL = (
+    Call("all_reduce"),
+    Call("all_reduce", chunks=2),
+    Call("all_reduce", "decomposed"),
+    Call("all_reduce", "whole"),
+)
+KINDS = (*PUSHED, *PULLED, *SCATTERED, *REDUCED_TO_ALL)
 BULK = (Call("gather", "bulk"), Call("gather", "bulk", kept=True), Call("scatter", "bulk"))
 OUTER = (
     Call("gather", chunks=2, keeps=True),
@@ -115,8 +121,10 @@ def op_of(call: Call, world: int) -> Op:
     if call.whole:
         shape = (size, 64) if call.op == "gather" else (world * size, TILES.block_n)
         make = bulk if call.flies else move
-        op = make(call.op, shape=shape, kept=call.kept, way="fused" if call.flies else "whole")
+        op = make(call.op.replace("_", " "), shape=shape, kept=call.kept, way="fused" if call.flies else "whole")
         return replace(op, waited=(int(call.flies), MAIN))
+    if call.op == "all_reduce":
+        return scatter(call.way, kind="all reduce", n=TILES.block_n, rows=(world * size,))
     if call.op == "scatter":
         rows = (call.outer, world * size // call.outer) if dim else (world * size,)
         return scatter(call.way, n=TILES.block_n, rows=rows, dim=dim)
@@ -212,6 +220,13 @@ PARTICULAR = (
     Case(2, (Call("gather", kept=True, keep_scales=True), Call("gather", scales=True)), programs=2),
     thorough(Case(4, (Call("gather", chunks=2), Call("scatter", chunks=2), Call("gather", "decomposed")), programs=2)),
     Case(4, (Call("scatter", "decomposed"), Call("scatter"), Call("gather", scales=True))),
+    # numbers of a gather have the place from which sums are pulled
+    Case(3, (Call("all_reduce", "decomposed"), Call("gather", scales=True), Call("all_reduce"))),
+    Case(3, (Call("gather", "decomposed", scales=True, keeps=True), Call("all_reduce", "whole")), programs=2),
+    Case(2, (Call("all_reduce", chunks=2), Call("gather", scales=True, kept=True)), programs=2, columns=2),
+    Case(
+        4, (Call("all_reduce"), Call("gather", "decomposed", scales=True, kept=True), Call("all_reduce", "decomposed"))
+    ),
 )
 
 
@@ -230,7 +245,18 @@ BESIDE = [
 ]
 
 
-@pytest.mark.parametrize("calls", PAIRS, ids=lambda calls: ", ".join(map(str, calls)))
+#: all-reduces beside themselves, and before and after calls that use the same words
+SHARED = [
+    (REDUCED_TO_ALL[2], REDUCED_TO_ALL[2]),
+    (REDUCED_TO_ALL[2], PUSHED[2]),
+    (PUSHED[2], REDUCED_TO_ALL[2]),
+    thorough(((REDUCED_TO_ALL[2], SCATTERED[2]),)),
+    thorough(((SCATTERED[2], REDUCED_TO_ALL[0]),)),
+    thorough(((PULLED[0], REDUCED_TO_ALL[3]),)),
+]
+
+
+@pytest.mark.parametrize("calls", [*PAIRS, *SHARED], ids=lambda calls: ", ".join(map(str, calls)))
 def test_two_calls_in_every_interleaving(calls: tuple[Call, ...]) -> None:
     search = explore(Case(2, calls), reduced=False)
     assert not search.findings
@@ -269,6 +295,7 @@ WIRES = {
     "pushed": (*PUSHED, Call("gather", chunks=2, outer=2), Call("gather", "decomposed", outer=2, keeps=True), BULK[0]),
     "pulled": (*PULLED, Call("gather", chunks=2, outer=2, kept=True), BULK[1]),
     "scattered": (*SCATTERED, Call("scatter", chunks=2, outer=2), BULK[2]),
+    "reduced": REDUCED_TO_ALL,
 }
 UNLIKE_USES = [(name, first) for name, uses in WIRES.items() for first in uses]
 
@@ -318,6 +345,10 @@ UNLIKE = (
     ((Call("gather"), Call("scatter"), Call("gather")), (Call("gather"), Call("gather"))),  # one left out
     ((Call("gather"), OTHER_SIZE), (OTHER_SIZE,)),
     ((Call("scatter"),), ()),  # a rank that does not come
+    ((Call("all_reduce"),), (Call("scatter"),)),
+    ((Call("all_reduce", "decomposed"),), (Call("all_reduce", size=1),)),
+    ((Call("gather", keeps=True), Call("all_reduce", "whole")), (Call("all_reduce", "whole"),)),
+    ((Call("all_reduce"),), ()),
 )
 AMONG_LIKE = (
     ((Call("gather"),), (Call("gather", "decomposed"),), (Call("scatter"),)),
@@ -353,7 +384,13 @@ def test_nor_do_those_of_three(alone: tuple[tuple[Call, ...], ...]) -> None:
 
 
 # --- and then a watch ends their waits ------------------------------------------------------------------------
-SLOW = (Call("gather"), Call("gather", "decomposed", keeps=True), Call("gather", kept=True), Call("scatter"))
+SLOW = (
+    Call("gather"),
+    Call("gather", "decomposed", keeps=True),
+    Call("gather", kept=True),
+    Call("scatter"),
+    Call("all_reduce", "decomposed"),
+)
 
 
 @pytest.mark.parametrize("before", [SLOW[0], thorough(SLOW[1]), *SLOW[2:]], ids=str)
@@ -675,6 +712,28 @@ def wide_faults() -> Iterator[object]:
     yield fault("push after one of two tiles", "torn", fused, first_tile_is_enough, calls=1, columns=2)
 
 
+def shared_faults() -> Iterator[object]:
+    """Of the second half of an all-reduce."""
+    one, whole = Call("all_reduce", "decomposed"), Call("all_reduce", "whole")
+    for call in (one, whole):
+        yield fault(f"sums pulled at once, {call.way}", "stale", call, drop(word(Wait, "landed")), calls=1)
+        yield fault(f"sums not told, {call.way}", "stuck", call, drop(word(Post, "landed")), calls=1)
+        yield fault(f"LANDED not cleared, {call.way}", "stale", call, drop(word(Write, "landed")))
+        yield fault(
+            f"told before the sum, {call.way}", "torn", call, hasten(word(Post, "landed"), is_a(Kernel)), calls=1
+        )
+    yield fault("call ends before the pulls", "misplaced", one, drop(event(Await, END)), calls=1)
+    yield fault("LANDED of one peer", "stale", one, drop(word(Wait, "landed", number=2)), world=3, calls=1)
+    pulled_first = Case(2, (Call("all_reduce"),), spoil=drop(word(Wait, "full")))
+    yield pytest.param(pulled_first, "stale", id="all_reduce: sum without the parts")
+    for name, after in (
+        ("numbers pushed", Call("gather", scales=True)),
+        ("staged", Call("gather", scales=True, kept=True)),
+    ):
+        early = Case(3, (one, after), spoil=drop(word(Wait, "free")))
+        yield pytest.param(early, "overwritten", id=f"all_reduce: {name} where sums are still pulled from")
+
+
 FLIGHTS = range(FIRST_EVENT + 2, FIRST_EVENT + 5)  # of two ranks
 
 
@@ -704,7 +763,7 @@ def bulk_faults() -> Iterator[object]:
 FAULTS = [*bulk_faults(), *pull_faults(), *gather_faults(), *scatter_faults()]
 
 
-@pytest.mark.parametrize(("case", "kind"), [*FAULTS, *wide_faults()])
+@pytest.mark.parametrize(("case", "kind"), [*FAULTS, *wide_faults(), *shared_faults()])
 def test_search_finds_what_each_rule_prevents(case: Case, kind: str) -> None:
     assert kind in explore(case, until=kind).findings
 

@@ -26,6 +26,8 @@ from asynctp_kernels.cuda.runtime.script import (
     parts_script,
     pull_script,
     push_script,
+    share_script,
+    summed_script,
 )
 
 ROWS = 4  # of a shard: each is a chunk, and two are a tile
@@ -49,7 +51,7 @@ class Quarters(WireChunks):
 
 @dataclass(frozen=True)
 class Call:
-    """One op, as one rank makes it.
+    """One op, as one rank makes it: "gather", "scatter" or "all_reduce", a scatter whose sums are shared.
 
     Ranks share `op`, `kept` (of a gather that every rank keeps, which is pulled), `scales`, which a scatter ignores,
     and `size`, that tells calls apart whose data is of other sizes. The rest is a rank's own:
@@ -75,7 +77,8 @@ class Call:
     @property
     def signature(self) -> int:
         """What is on the wire of it."""
-        return 8 + self.size * 8 + (self.op == "scatter") * 4 + self.kept * 2 + (self.scales or self.keep_scales)
+        kinds = {"gather": 0, "scatter": 4, "all_reduce": 64}
+        return 8 + self.size * 8 + kinds[self.op] + self.kept * 2 + (self.scales or self.keep_scales)
 
     @property
     def cut(self) -> Chunks:
@@ -246,7 +249,9 @@ class Rank:
         calls = self.case.all
         scales = 4 * ROWS * any(call.scales or call.keep_scales for call in calls)
         sizes = {"own": self.part, "own scale": scales, "out": self.part, "local": self.world * self.part}
-        sizes |= {"scales": self.world * scales, "box": (self.world - 1) * (self.part + scales)}
+        shares = any(call.op == "all_reduce" for call in calls)
+        sizes |= {"scales": self.world * scales, "box": (self.world - 1) * (self.part + scales) + shares * self.part}
+        sizes |= {"total": self.world * self.part * any(call.op == "all_reduce" and call.whole for call in calls)}
         if any(call.flies for call in calls):  # two may be in flight, each with memory of its own
             flying = {"own": self.part, "local": self.world * self.part, "out": self.part}
             sizes |= {f"{buffer} {turn}": size for turn in (0, 1) for buffer, size in flying.items()}
@@ -298,7 +303,7 @@ class Rank:
     def enqueue(self, number: int, call: Call) -> list[Item]:
         """Everything of one call, in the order in which the host does it."""
         calls = self.case.of(self.rank)
-        made = self._scatter if call.op == "scatter" else self._pulled if call.kept else self._pushed
+        made = self._scatter if call.op != "gather" else self._pulled if call.kept else self._pushed
         items = [*self._behind(number, call), *made(number, call)]
         landed = [number - 1] * (number > 0) + [number] * (number + 1 == len(calls))
         items += [item for other in landed if calls[other].flies for item in self._land(other)]
@@ -308,6 +313,7 @@ class Rank:
         """What the main stream waits for before a call: pushed rows are told by words that a gather in flight uses."""
         calls = self.case.of(self.rank)
         gathers = [other for other in range(number) if calls[other].flies and calls[other].op == "gather"]
+        gathers += [other for other in range(number) if calls[other].op == "all_reduce" and calls[other].whole]
         flights = [other for other in range(number - 1, number) if other >= 0 and calls[other].flies]
         if call.op == "gather" and not call.flies and not call.kept:
             return [("main", Await(self.flights[-1]))] if gathers else []
@@ -324,7 +330,7 @@ class Rank:
 
     def _flown(self, number: int) -> list[Item]:
         """The result is complete."""
-        done, gathers = self.flights[number % 2], self.case.of(self.rank)[number].op == "gather"
+        done, gathers = self.flights[number % 2], self.case.of(self.rank)[number].op != "scatter"
         landed: list[Item] = [("copy", Record(self.flights[-1]))]
         return [("copy", Record(done)), ("reduce", Await(done)), *(landed if gathers else [])]
 
@@ -586,22 +592,45 @@ class Rank:
             begin = [*fork, *made]
             ready = RUNNING if call.way == "fused" else of_block(self.rank, call.outer - 1)
         waits: list[Item] = [("reduce", step) for step in parts_script(channel)] if call.whole else []
+        told, pulled = self._shared(number, call) if call.op == "all_reduce" else ([], [])
         items = [
             *begin,
             *script,
-            ("copy", Record(END)),
             ("reduce", Await(ready)),
             *waits,
             ("reduce", self._reduction(number, call)),
+            *told,
             ("reduce", Record(REDUCED)),
+            *pulled,
+            ("copy", Record(END)),
         ]
         if call.whole:
             items += [("copy", Await(REDUCED)), *self._flown(number)]
             done: list[Item] = [("main", Await(self.flights[number % 2]))] if call.way == "whole" else []
         else:
             done = [("main", Await(END)), ("main", Await(REDUCED))]
-        result = [("main", Touch(reads=self._sum(number, range(self.part))))] if not call.flies else []
+        reads = self._sum(number, range(self.part))
+        if call.op == "all_reduce":
+            reads = sum((self._total(number, rank, range(self.part)) for rank in range(self.world)), ())
+        result = [("main", Touch(reads=reads))] if not call.flies else []
         return [*items, *done, *result]
+
+    # --- an all-reduce: the sums are shared
+    def _shared(self, number: int, call: Call) -> tuple[list[Item], list[Item]]:
+        """What follows the reduction on its stream, and then on the copy stream."""
+        channel = self.channel("landed")
+        boxes = [self.at("box", rank) + (self.world - 1) * self.part for rank in range(self.world)]
+        steps = share_script(channel, boxes, self.part)
+        if call.whole:  # the result has a place of its own
+            away = self.at("total") - self.of_call(number, "local")
+            steps = [_moved(step, away) if isinstance(step, Copy) else step for step in steps]
+        return [("reduce", step) for step in summed_script(channel)], [("copy", step) for step in steps]
+
+    def _total(self, number: int, rank: int, offsets: Sequence[int]) -> Bytes:
+        """Bytes of a rank's part of the result."""
+        call = self.case.of(self.rank)[number]
+        start = (self.at("total") if call.whole else self.of_call(number, "local")) + rank * self.part
+        return tuple((start + i, self._tag(number, rank, "sum", i)) for i in offsets)
 
     def _ready(self, call: Call) -> Callable[[int, int], Sequence[Step]]:
         if call.whole:
@@ -678,12 +707,25 @@ class Rank:
                 tiles = call.own_cut.row_tiles[part] * self.case.columns if call.way == "fused" else 0
                 actions += [Wait(self.progress(self.rank, part), tiles)] * (not call.whole)
                 mine = range(first * self.width, end * self.width)[program :: self.case.programs]
-                reads = sum((self._sent(number, source, mine) for source in self.sources), ())
-                actions.append(Touch((*self._staged(number, self.rank, mine), *reads), self._sum(number, mine)))
+                reads = (
+                    *self._staged(number, self.rank, mine),
+                    *sum((self._sent(number, source, mine) for source in self.sources), ()),
+                )
+                if call.op == "scatter":
+                    actions.append(Touch(reads, self._sum(number, mine)))
+                    continue
+                box = self.at("box") + (self.world - 1) * self.part
+                sums = tuple((box + i, self._tag(number, self.rank, "sum", i)) for i in mine)
+                actions += [Touch(reads), Touch(writes=(*self._total(number, self.rank, mine), *sums))]
             programs.append(tuple(actions))
         words = [self.progress(self.rank, chunk) for chunk in self.cleared_own if not call.whole]
         words += [self.mine("full", source) for source in self.sources]
         return Kernel("reduction", tuple(programs), tuple(Write(word, 0) for word in words))
+
+
+def _moved(copy: Copy, offset: int) -> Copy:
+    """To another place."""
+    return replace(copy, dst=replace(copy.dst, offset=copy.dst.offset + offset))
 
 
 def replace_base(step: Step) -> Step:

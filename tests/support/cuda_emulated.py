@@ -325,7 +325,8 @@ def reduce_program(call: Call, program: int) -> Steps:
                 start = call.own_ptr if src == call.rank else call.received_ptr + slot * call.size * sent.itemsize
                 found = yield from look(at(start + first * sent.itemsize, (size,), sent))
                 total += found.float()
-            yield from put(at(call.out_ptr + first * dtype.itemsize, (size,), dtype), (total * call.factor).to(dtype))
+            for place in (call.out_ptr, *([call.sums_ptr] if call.SHARES else [])):
+                yield from put(at(place + first * dtype.itemsize, (size,), dtype), (total * call.factor).to(dtype))
     if call.is_last():
         at(call.progress, (call.MAX_OWN,), torch.int32).zero_()
         at(call.arrived, (MAX_WORLD,), torch.int32).zero_()

@@ -9,8 +9,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from asynctp_kernels.cuda.choose import cost
 from asynctp_kernels.cuda.choose.implementation import Choice, Implementation
 from asynctp_kernels.cuda.legality import (
@@ -27,11 +25,13 @@ from asynctp_kernels.cuda.legality import (
     group_has_kernels,
     one_factor,
     only_matmuls_are_summed,
+    parts_in_cublas_blocks,
     range_in_cublas_blocks,
     rounded_once,
     rows_are_divisible,
     rows_are_gathered,
     rows_are_scattered,
+    rows_for_all,
     rows_of_a_contiguous,
     scale_can_be_gathered,
     scattered_scaled_at_end,
@@ -39,10 +39,9 @@ from asynctp_kernels.cuda.legality import (
     sum_without_bias,
     whole_in_cublas_blocks,
 )
-from asynctp_kernels.cuda.plans.collectives import all_gather
-from asynctp_kernels.cuda.plans.decomposed import DecomposedGather, DecomposedScatter
+from asynctp_kernels.cuda.plans.decomposed import DecomposedAllReduce, DecomposedGather, DecomposedScatter
 from asynctp_kernels.cuda.plans.direct import DirectAllReduce, DirectGather, DirectScatter
-from asynctp_kernels.cuda.plans.fused import FusedGather, FusedScatter
+from asynctp_kernels.cuda.plans.fused import FusedAllReduce, FusedGather, FusedScatter
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_call import GatherCall
 from asynctp_kernels.cuda.plans.scatter import ScatterPlan
@@ -157,38 +156,29 @@ SCATTERS: tuple[Implementation[ScatterCall], ...] = (
 )
 
 
-# --- all-reduces: a scatter of rows, then NCCL's all-gather; one kernel; or NCCL's own, which the caller calls -------
-class ThenAllGather:
-    """The plan of a scatter of rows, and NCCL's all-gather of them."""
-
-    def __init__(self, scatter: ScatterPlan) -> None:
-        self.scatter, self.name, self.uses_memory = scatter, scatter.name, scatter.uses_memory
-
-    def run(self, *operands: Any) -> Tensor:
-        """The whole sum."""
-        return all_gather(self.scatter.run(*operands), self.scatter.memory.group)
+# --- all-reduces: a scatter whose sums are shared; one kernel; or NCCL's own, which the caller calls ----------------
+def _fused_all_reduce(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan:
+    assert choice.tiles is not None
+    return FusedAllReduce(call, memory, choice.tiles, choice.chunks, driver.machine(call.device_index)[1])
 
 
-def _fused_all_reduce(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ThenAllGather:
-    return ThenAllGather(_fused_scatter(call, memory, choice))
-
-
-def _decomposed_all_reduce(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ThenAllGather:
-    return ThenAllGather(_decomposed_scatter(call, memory, choice))
+def _decomposed_all_reduce(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan:
+    return DecomposedAllReduce(call, memory)
 
 
 def _direct_all_reduce(call: ScatterCall, memory: GroupMemory, choice: Choice) -> ScatterPlan:
     return DirectAllReduce(call, memory)
 
 
-_ANY_ROWS = (group_has_kernels, arguments_are_known, rows_are_divisible, something_to_multiply)
+_FUSED_ALL_REDUCE = (rows_are_divisible, *_FUSED_SCATTER)
+_DECOMPOSED_ALL_REDUCE = (rows_for_all, cublas_takes_scattered, rows_of_a_contiguous, parts_in_cublas_blocks)
 
 ALL_REDUCES: tuple[Implementation[ScatterCall], ...] = (
-    Implementation("fused", (*_ANY_ROWS, *_FUSED_SCATTER), cost.then_all_gather(cost.fused), _fused_all_reduce),
+    Implementation("fused", (*_ANY, *_FUSED_ALL_REDUCE), cost.then_shared(cost.fused), _fused_all_reduce),
     Implementation(
         "decomposed",
-        (*_ANY_ROWS, *_DECOMPOSED_SCATTER),
-        cost.then_all_gather(cost.decomposed),
+        (*_ANY, *_DECOMPOSED_ALL_REDUCE),
+        cost.then_shared(cost.decomposed),
         _decomposed_all_reduce,
     ),
     Implementation("direct", (*_ANY, *_DIRECT_SCATTER), cost.direct_all_reduce, _direct_all_reduce),

@@ -15,7 +15,7 @@ from asynctp_kernels.cuda.choose.tiles import WireChunks
 from asynctp_kernels.cuda.gemm.cublas import refused_blocks, scaled_matmul_supported
 from asynctp_kernels.cuda.gemm.gemm import refused_gemm, scale_mode
 from asynctp_kernels.cuda.plans.gather_call import GatherCall
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, part_rows
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
 
@@ -144,6 +144,20 @@ def rows_are_divisible(call: ScatterCall) -> str | None:
     if call.rows % call.world == 0:
         return None
     return f"{call.rows} rows are not divisible by {call.world} ranks"
+
+
+def rows_for_all(call: ScatterCall) -> str | None:
+    """Each rank's part of an all-reduce has a row."""
+    return None if call.rows >= call.world else f"{call.rows} rows, fewer than {call.world} ranks"
+
+
+def parts_in_cublas_blocks(call: ScatterCall) -> str | None:
+    """cuBLAS takes scales of blocks of the rows of each rank's part of an all-reduce."""
+    if not any(call.recipes):
+        return None
+    parts = [part for rank in range(call.world) for part in part_rows(call, rank)]
+    reasons = (_refused_by_cublas_blocks(call, rows) for rows in {end - first for _, first, end in parts})
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def cublas_takes_scattered(call: ScatterCall) -> str | None:

@@ -20,6 +20,7 @@ from asynctp_kernels.cuda.plans.collectives import (
     CopiedGather,
     DirectSum,
     DirectTotal,
+    PushedTotal,
     all_gather,
     gather_call,
     scatter_call,
@@ -69,8 +70,21 @@ class Mover:
 
     def scatter(self, blocks: Tensor, reduce_op: str) -> Tensor | None:
         """This rank's part of the sum of all ranks' `blocks` [world, *shape]: [*shape]."""
-        part = self._part(blocks, reduce_op, "reduce_scatter")
-        return None if part is None else part.view(blocks.shape[1:])
+        memory = memory_for(self.group, blocks.device)
+        if memory is None or blocks.numel() == 0:
+            return None
+        rows = blocks.view(self.world, -1)
+        call = scatter_call(rows, reduce_op, self.world)
+        transport = call.wire.transport(select.requested())
+        if transport == PLAIN:
+            return None
+        key = ("reduce_scatter", reduce_op, *keys_of(rows))
+        if transport == DIRECT:
+            part: Tensor = in_step(memory, _planned(memory, key, lambda: DirectSum(call, memory)).reduce, rows)
+            return part.view(blocks.shape[1:])
+        bulk: Bulk = in_step(memory, _planned(memory, key, lambda: BulkScatter(call, memory)).start_bulk, rows)
+        _wait_for(bulk)
+        return bulk.result.view(blocks.shape[1:])
 
     def all_reduce(self, partial: Tensor, reduce_op: str) -> Tensor | None:
         """The sum of all ranks' tensors."""
@@ -82,27 +96,13 @@ class Mover:
         transport = call.wire.transport(select.requested())
         if transport == PLAIN:
             return None
+        key = ("all_reduce", reduce_op, *keys_of(row))
         if transport == DIRECT:
-            plan = _planned(memory, ("all_reduce", reduce_op, *keys_of(row)), lambda: DirectTotal(call, memory))
-            return in_step(memory, plan.reduce, row).view(partial.shape)
-        part = self._part(partial.view(self.world, -1), reduce_op, "all_reduce")
-        return None if part is None else all_gather(part.view(-1), self.group).view(partial.shape)
-
-    def _part(self, blocks: Tensor, reduce_op: str, kind: str) -> Tensor | None:
-        memory = memory_for(self.group, blocks.device)
-        if memory is None or blocks.numel() == 0:
-            return None
-        rows = blocks.view(self.world, -1)
-        call = scatter_call(rows, reduce_op, self.world, kind)
-        transport = call.wire.transport(select.requested())
-        if transport == PLAIN:
-            return None
-        key = (kind, reduce_op, *keys_of(rows))
-        if transport == DIRECT:
-            return in_step(memory, _planned(memory, key, lambda: DirectSum(call, memory)).reduce, rows)
-        bulk = in_step(memory, _planned(memory, key, lambda: BulkScatter(call, memory)).start_bulk, rows)
+            total: Tensor = in_step(memory, _planned(memory, key, lambda: DirectTotal(call, memory)).reduce, row)
+            return total.view(partial.shape)
+        bulk: Bulk = in_step(memory, _planned(memory, key, lambda: PushedTotal(call, memory)).start_bulk, row)
         _wait_for(bulk)
-        return bulk.result
+        return bulk.result.view(partial.shape)
 
 
 def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T]) -> T:

@@ -101,3 +101,67 @@ def _posted_after_its_data(rank: int, world: int) -> bool:
 
 def test_a_word_is_posted_only_after_its_parts_or_sums() -> None:
     assert run_ranks(3, _posted_after_its_data) == [True] * 3
+
+
+#: rows, columns, of which each rank's part is a multiple of 16 bytes: whole rows, or it ends within one
+PUSHED = ((1, 32), (32, 64), (64, 8), (48, 16), (24, 16), (20, 24), (9, 64), (5, 96), (7, 80))
+
+
+def _pushed(rank: int, world: int, seed: int) -> list[str]:
+    """Each rank multiplies as it likes, or not at all, back to back, and is late at times: what was wrong."""
+    import torch
+    import torch.distributed as dist
+    from asynctp_kernels import cuda
+    from asynctp_kernels.cuda.runtime.memory import existing_memory
+
+    from asynctp_passes import ops
+
+    group, wrong, own, shared = dist.group.WORLD, list[str](), random.Random(seed + rank), random.Random(seed)
+    ran = dict.fromkeys(("fused", "decomposed", "whole"), 0)
+    for number in range(90):
+        (rows, cols), dtype = shared.choice(PUSHED), shared.choice((BF16, FP16, FP32))
+        cols *= 1 if world == 2 else world
+        how = shared.choice(("sum", "avg")) if world == 2 else "sum"
+        draw = torch.Generator().manual_seed(1000 * seed + number)
+        pairs = [
+            [torch.randint(-2, 3, size, generator=draw).to(dtype) for size in ((rows, 16), (16, cols))]
+            for _ in range(world)
+        ]
+        products = [a.float() @ b.float() for a, b in pairs]
+        total = torch.stack(products).sum(0)
+        wanted = (total / world if how == "avg" else total).to(dtype)
+        if own.random() < 0.1:
+            time.sleep(own.random() * 0.05)
+        a, b = pairs[rank]
+        way = own.choice([*ran, "moved"])
+        if way == "fused" and (dtype == FP32 or rows % world):
+            way = "decomposed"
+        if way == "decomposed" and rows < world:
+            way = "whole"
+        with cuda.forced("fused" if way == "moved" else way):
+            if way == "moved":
+                given = products[rank].to(dtype)
+                found = cuda.run_bulk_all_reduce(given, how, group, lambda: None)
+                if not torch.equal(given, products[rank].to(dtype)):
+                    wrong.append(f"{number}: its tensor is written")
+            else:
+                found = ops.matmul_all_reduce(a, b, group=group, reduce_op=how)
+                ran[way] += 1
+        if found is None or not torch.equal(found, wanted):
+            wrong.append(f"{number}: {rows}x{cols} {dtype} {how} {way}")
+        memory = existing_memory(group)
+        if any(words.any() for words in memory.all_chunk_words) or memory.local[:128].any():
+            wrong.append(f"{number}: words are left")
+        if number % 5 == 0:  # nothing is read that a call did not write
+            dist.barrier()
+            for name, area in memory.areas.items():
+                if "words" not in name:
+                    area.memory.fill_(0xFF)
+            dist.barrier()
+    return wrong if all(ran.values()) else [*wrong, f"not all ran: {ran}"]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_pushed_all_reduces_are_right_whatever_ranks_multiply(world: int) -> None:
+    found: list[Any] = run_ranks(world, _pushed, 5)
+    assert found == [[]] * world

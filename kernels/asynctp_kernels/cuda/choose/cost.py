@@ -7,7 +7,7 @@ The terms are named below; their values were measured (`Rates`):
     decomposed   max(copies, matmul in parts) + ends                     cuBLAS per range of a rank's rows
     fused        max(copies, our matmul) + ends                          one GEMM
 
-An all-reduce is a scatter by one of these and then NCCL's all-gather (`then_all_gather`); direct, it is one kernel
+An all-reduce is a scatter by one of these, whose sums are shared then (`then_shared`); direct, it is one kernel
 (`direct_all_reduce`), and sequential, one collective of NCCL's (`as_one_all_reduce`).
 """
 
@@ -194,11 +194,12 @@ def fused(problem: Problem, rates: Rates, sms: int) -> float:
     return _overlapped(problem, rates, share, extra, chunks_for(problem, rates))
 
 
-def then_all_gather(scatter: Estimate) -> Estimate:
-    """The estimate of an all-reduce: `scatter`, and NCCL's all-gather of the rows."""
+def then_shared(scatter: Estimate) -> Estimate:
+    """The estimate of an all-reduce: `scatter`, and then the sums, which copy engines bring to all ranks."""
 
     def estimate(problem: Problem, rates: Rates, sms: int) -> float:
-        return scatter(replace(problem, op="scatter"), rates, sms) + (_second_half(problem, rates) + rates.nccl_start)
+        shared = problem.wire_bytes / rates.copy + (problem.world - 1) * rates.chunk + rates.launch
+        return scatter(replace(problem, op="scatter"), rates, sms) + shared
 
     return estimate
 

@@ -526,6 +526,7 @@ def reduce_kernel(
     own_ptr,
     received_ptr,
     out_ptr,
+    sums_ptr,
     progress,
     arrived,
     done_ptr,
@@ -539,6 +540,7 @@ def reduce_kernel(
     WORLD: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     MAX_OWN: tl.constexpr,
+    SHARES: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -551,7 +553,7 @@ def reduce_kernel(
     8. For part c it waits until progress[c] is the number of its tiles, which are `own_tiles` of all `tiles` or, at the
     end, fewer, and until each arrived[src] counts the chunk that it ends in: chunks come in order. At the end it clears
     these words, and counts the call. fp32 sum in rank order, times `factor`, rounded once: bits do not depend on
-    timing.
+    timing. `out` may be `own`. SHARES: it goes to `sums` as well, from where peers pull it.
 
     It runs beside the GEMM on the same SMs (few registers, no shared memory), and never the other way round: the GEMM
     does not wait for it.
@@ -579,7 +581,10 @@ def reduce_kernel(
                     source = own_ptr
                 source = tl.multiple_of(source, 16)
                 total += exact_f32(tl.load(source + index, mask=index < end, other=0.0))
-            tl.store(out_ptr + index, round_to(total * factor, dtype), mask=index < end)
+            rounded = round_to(total * factor, dtype)
+            tl.store(out_ptr + index, rounded, mask=index < end)
+            if SHARES:
+                tl.store(sums_ptr + index, rounded, mask=index < end)
 
     tl.debug_barrier()
     if tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1:

@@ -124,7 +124,7 @@ class BulkScatter(PushedScatter):
         whole = aligned(whole)
         out = self.new_output()
         addresses = (whole.data_ptr(), out.data_ptr())
-        done = memory.fly(stream, self.number, addresses, lambda side: self._move(side, whole, out))
+        done = memory.fly(stream, self.number, addresses, lambda side: self._move(side, whole, out), self.shares)
         return Bulk(out, whole, stream, done)
 
     def _move(self, side: int, whole: Tensor, out: Tensor) -> None:
@@ -132,6 +132,18 @@ class BulkScatter(PushedScatter):
         driver.record_event(memory.running, side)
         self.push_and_reduce(side, whole, out, memory.running)
         driver.wait_event(side, memory.reduced)
+
+
+class PushedTotal(BulkScatter):
+    """all_reduce(whole) by copy engine: a scatter whose sums are shared."""
+
+    shares = True
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+        one = in_blocks(1, 1)
+        PushedScatter.__init__(self, call, memory, one, one, tiles_n=0, layout=call.parts)
+        self.new_output = self.new_staging
+        self.counts = memory.idle
 
 
 class _WithoutMatmul(WholeScatter):

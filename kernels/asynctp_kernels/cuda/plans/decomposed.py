@@ -12,7 +12,7 @@ from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_event
 from asynctp_kernels.cuda.plans.scatter import PushedScatter
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors, part_rows
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, GroupMemory
 from asynctp_kernels.cuda.runtime.script import Await, Step
@@ -89,3 +89,36 @@ class DecomposedScatter(PushedScatter):
                 driver.record_event(memory.event(dst, block), stream)
         self.push_and_reduce(memory.stream, call.staging, call.out, memory.event(memory.rank, outer - 1))
         self.finish(stream)
+
+
+class DecomposedAllReduce(DecomposedScatter):
+    """cuBLAS for the rows of each rank's part, the own one last; sums are shared. Parts need not be whole rows."""
+
+    shares = True
+
+    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+        one = in_blocks(1, 1)
+        PushedScatter.__init__(self, call, memory, one, one, tiles_n=0, layout=call.parts)
+        self.ranges = part_rows(call, memory.rank)
+        self.extra_shape = (max(end - first for _, first, end in self.ranges), call.b_parts[0].shape[1])
+
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
+        memory = self.memory
+        memory.fork(stream)
+        for dst, first, end in self.ranges:
+            rows = slice(first, end)
+            scales = [_of_rows(scale, call.staging.shape[0], first, end) for scale in call.a_scales]
+            added = None if call.added is None else call.added[rows]
+            of_rows = call._replace(extras=[extra[: end - first] for extra in call.extras])
+            self.add_up(of_rows, [a[rows] for a in call.a_parts], scales, added, call.staging[rows])
+            driver.record_event(memory.event(dst, 0), stream)
+        self.push_and_reduce(memory.stream, call.staging, call.out, memory.event(memory.rank, 0))
+        self.finish(stream)
+
+
+def _of_rows(scale: Tensor, count: int, first: int, end: int) -> Tensor:
+    """The scales of rows [first, end) of `count`: one for all, one for each, or for each block of rows."""
+    if scale.numel() == 1:
+        return scale
+    block = count // scale.shape[0]
+    return scale[first // block : end // block]

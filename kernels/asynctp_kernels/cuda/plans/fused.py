@@ -209,3 +209,9 @@ class FusedScatter(PushedScatter):
         self.launch(stream, values)
         self.push_and_reduce(memory.stream, call.staging, call.out, memory.running)
         self.finish(stream)
+
+
+class FusedAllReduce(FusedScatter):
+    """The same of all rows, whose sums all ranks share; each rank's part is as many rows."""
+
+    shares = True

@@ -8,6 +8,12 @@
     direct       cuBLAS on the whole, then one kernel that pushes and reduces; of all-reduces, too               direct
     sequential   cuBLAS on the whole, then NCCL                                                                  plain
 
+An all-reduce that is pushed is a scatter of equal runs of bytes, whose sums all ranks share. Each rank adds up its part
+in symmetric memory, too, from where the copy engines of the others pull it to where the result is. That is the place of
+the matmuls: where another rank's sum comes, its part was, and had been sent to it. All ranks pull at the same time, and
+in step. Shared slice by slice, while others still push, parts and sums get in each other's way on the links:
+`docs/explanation/results.md`.
+
 The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. But for NCCL the sum over
 ranks is in fp32, in rank order, rounded once: the same bits in every run. The data on its way has the dtype of the
 program's collective: that of the matmuls, or `sum_dtype`, to which the program converts each matmul, once rounded,
@@ -32,8 +38,17 @@ from asynctp_kernels.cuda.plans.scatter_call import Operands, ScatterCall, Scatt
 from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS, BESIDE_WARPS, grid, prepare
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN, GroupMemory
-from asynctp_kernels.cuda.runtime.script import DATA, PushMoves, Step, parts_script, push_script
+from asynctp_kernels.cuda.runtime.script import (
+    DATA,
+    PushMoves,
+    Step,
+    parts_script,
+    push_script,
+    share_script,
+    summed_script,
+)
 from asynctp_kernels.cuda.runtime.stamps import StampTable
+from asynctp_kernels.layout import ShardLayout
 
 
 class ScatterPlan:
@@ -51,8 +66,10 @@ class ScatterPlan:
     staging_shape: tuple[int, ...]
     extra_shape: tuple[int, ...]
 
-    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
-        self.memory, self.layout, self.outer = memory, call.layout, call.outer
+    def __init__(self, call: ScatterCall, memory: GroupMemory, layout: ShardLayout | None = None) -> None:
+        """layout: Of what is sent, if it is not the call's."""
+        self.memory, self.layout = memory, call.layout if layout is None else layout
+        self.outer = self.layout.outer
         self.scaling, self.wire_dtype, self.out_dtype = call.scaling, call.wire_dtype, call.sum_dtype or call.out_dtype
         self.matmul_dtype, self.count = call.out_dtype, len(call.b_parts)
         self.factor = 1.0 / memory.world if call.reduce_op == "avg" else 1.0
@@ -146,9 +163,11 @@ class PushedScatter(ScatterPlan):
     """The copies and the reduction of every implementation but the direct one.
 
     streams_wait: the reduction is launched after waits of its stream for all parts.
+    shares: it is an all-reduce, whose sums all ranks get.
     """
 
     streams_wait = driver.IN_ORDER
+    shares = False
 
     def __init__(
         self,
@@ -158,14 +177,22 @@ class PushedScatter(ScatterPlan):
         own: Chunks,
         tiles_n: int,
         reduce_warps: int = BESIDE_WARPS,
+        layout: ShardLayout | None = None,
     ) -> None:
         """chunks, own: how others' rows are cut, and the own ones. tiles_n: counted of each row tile, when finished."""
-        super().__init__(call, memory)
+        super().__init__(call, memory, layout)
         self.chunks, self.own, self.tiles_n = chunks, own, tiles_n
         rank, world, layout = memory.rank, memory.world, self.layout
         self.staging_shape = (world, layout.rows, layout.cols)  # by destination: what goes to one rank is contiguous
-        inbox = memory.require("box", (world - 1) * self.part_bytes)
+        if self.shares:  # parts may end within a row, or a tensor be of one row
+            self.staging_shape = (call.rows, call.b_parts[0].shape[1])
+        inbox = memory.require("box", (world - 1 + self.shares) * self.part_bytes)
         self.inbox, self.counts = inbox.peers[rank], self.progress(rank, 0)
+        self.sums = self.inbox  # not used
+        if self.shares:
+            sums = [box + (world - 1) * self.part_bytes for box in inbox.peers]
+            self.sums, self.tell = sums[rank], memory.compiled(summed_script(memory.landing))
+            self.pull = memory.compiled(share_script(memory.landing, sums, self.part_bytes))
         self.wire_chunks = WireChunks(self.part_bytes)
         pieces = [(first * self.row_bytes, end * self.row_bytes) for first, end in chunks.rows]
         sizes = (inbox.peers, self.part_bytes, self.wire_chunks, pieces)
@@ -195,11 +222,12 @@ class PushedScatter(ScatterPlan):
         tiles, own_tiles = sum(self.own.row_tiles) * self.tiles_n, self.own.tiles * self.tiles_n
         sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
         self.reduce_numbers = [size, own_size, chunk_size, tiles, own_tiles, self.factor, memory.rank]
-        args = [sent, sent, out, *[memory.local] * 3, *self.reduce_numbers]
+        args = [sent, sent, out, out, *[memory.local] * 3, *self.reduce_numbers]
         constants = {
             "WORLD": memory.world,
             "MAX_CHUNKS": MAX_CHUNKS,
             "MAX_OWN": MAX_OWN,
+            "SHARES": self.shares,
             "ALIGN": together,
             "BLOCK": block,
             "PROGRAMS": programs,
@@ -209,9 +237,8 @@ class PushedScatter(ScatterPlan):
     def push_and_reduce(self, side: int, staging: Tensor, out: Tensor, ready: int) -> None:
         """Enqueue all pushes on `side`, and the reduction, on a stream of its own, after the event `ready`."""
         memory = self.memory
-        base = staging.data_ptr()
+        base, own = staging.data_ptr(), memory.rank * self.part_bytes
         self.play(side, (0, base, 0))
-        driver.record_event(memory.end, side)
         driver.wait_event(memory.reducer, ready)
         memory.after_flights(memory.reducer)
         if self.streams_wait:
@@ -219,16 +246,28 @@ class PushedScatter(ScatterPlan):
         self.reduce(
             memory.reducer,
             [
-                base + memory.rank * self.part_bytes,
+                base + own,
                 self.inbox,
-                out.data_ptr(),
+                out.data_ptr() + own * self.shares,
+                self.sums,
                 self.counts,
                 memory.full.at(memory.rank),
                 memory.scatter_done.data_ptr(),
                 *self.reduce_numbers,
             ],
         )
+        if self.shares:
+            self.tell(memory.reducer, ())
         driver.record_event(memory.reduced, memory.reducer)
+        if self.shares:
+            self.pull(side, (0, 0, 0, out.data_ptr()))
+        driver.record_event(memory.end, side)
+
+    def tensors(self, operands: Operands) -> ScatterTensors:
+        if not self.shares:
+            return super().tensors(operands)
+        place = self.new_staging()
+        return ScatterTensors(*operands, place, place, self.new_extras())
 
     def finish(self, stream: int) -> None:
         """Join both streams."""

@@ -107,6 +107,12 @@ class ScatterCall:
         return Wire(kind, self.world, size * self.wire_dtype.itemsize, self.wire_dtype, self.reduce_op)
 
     @property
+    def parts(self) -> ShardLayout:
+        """Of an all-reduce that is pushed: equal runs of elements, of which each rank adds up one."""
+        elements = self.rows * self.b_parts[0].shape[1]
+        return scatter_layout((self.world, elements // self.world), 0, self.world)
+
+    @property
     def op(self) -> str:
         """Its name, for messages."""
         return ("scaled_" if self.a_scales else "") + self.unscaled_op
@@ -176,6 +182,19 @@ class ScatterCall:
         if each or (count > 1 and abs(first) != 1) or (whole and abs(first) != 1):
             return None
         return first * whole[0] if whole else first
+
+
+def part_rows(call: ScatterCall, rank: int) -> list[tuple[int, int, int]]:
+    """(rank, first row, end) of each rank's part of an all-reduce, in the order in which `rank` multiplies them.
+
+    A row in which one part ends and the next begins is multiplied with the first of them. There are as many rows as
+    ranks, or more, so none is of three parts.
+    """
+    world, columns, part = call.world, call.b_parts[0].shape[1], call.parts.cols
+    order = [(rank + step) % world for step in range(1, world + 1)]
+    begins = [dst * part // columns if dst == order[0] else -(-dst * part // columns) for dst in range(world)]
+    ends = [*begins[1:], call.rows]
+    return [(dst, begins[dst], ends[dst]) for dst in order]
 
 
 def as_rows(

@@ -180,8 +180,7 @@ def meet_script(channel: Channel, signature: int) -> list[Step]:
     signature, and so meets no other call. So ranks copy in step, and never two from or into the same box: that would
     halve each other's speed. `watch` watches over the wait, and ends it if need be: `awaited` says for what.
     """
-    rank, world = channel.rank, channel.world
-    peers = [(rank + step) % world for step in range(1, world)]
+    rank, peers = channel.rank, _peers(channel)
     steps: list[Step] = [Post(channel.free(peer, rank), signature) for peer in peers]
     steps.append(Write(channel.awaited, signature))
     steps += [Wait(channel.free(rank, peer), signature, peer=peer, exactly=True) for peer in peers]
@@ -223,14 +222,35 @@ def arrived_script(channel: Channel, source: int, chunk: int) -> list[Step]:
 
 def parts_script(channel: Channel) -> list[Step]:
     """Wait until every peer's data is in the own inbox, whole."""
-    peers = [(channel.rank + step) % channel.world for step in range(1, channel.world)]
-    return [step for peer in peers for step in arrived_script(channel, peer, MAX_CHUNKS - 1)]
+    return [step for peer in _peers(channel) for step in arrived_script(channel, peer, MAX_CHUNKS - 1)]
 
 
 def clear_script(channel: Channel) -> list[Step]:
     """Clear all words of chunks, for the next call."""
-    peers = [(channel.rank + step) % channel.world for step in range(1, channel.world)]
-    return [Write(channel.full(channel.rank, peer), 0) for peer in peers]
+    return [Write(channel.full(channel.rank, peer), 0) for peer in _peers(channel)]
+
+
+def summed_script(channel: Channel) -> list[Step]:
+    """Of an all-reduce: tell every peer that the own sum is where it is pulled from."""
+    return [Post(channel.full(peer, channel.rank), MAX_CHUNKS) for peer in _peers(channel)]
+
+
+def share_script(channel: Channel, sums: Sequence[int], size: int) -> list[Step]:
+    """Of an all-reduce: pull the others' sums, once all are there, and clear the words of that.
+
+    Ranks in step never pull from the same rank at the same time.
+
+    Args:
+        channel: Words of what is pulled.
+        sums: Address of each rank's sum.
+        size: Its bytes, which are one rank's part of the result.
+    """
+    copies = [Copy(Place(FULL, peer * size), Place(ABSOLUTE, sums[peer]), size) for peer in _peers(channel)]
+    return [*parts_script(channel), *copies, *clear_script(channel)]
+
+
+def _peers(channel: Channel) -> list[int]:
+    return [(channel.rank + step) % channel.world for step in range(1, channel.world)]
 
 
 # --- pulled --------------------------------------------------------------------------------------------------------
