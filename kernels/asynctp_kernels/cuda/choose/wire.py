@@ -45,8 +45,8 @@ ALL_REDUCE_LIMIT = DIRECT_LIMIT // 2
 #: of a direct all-reduce in one shot: its bytes, at most, and how many more a rank sends than in two shots, at most.
 #: Source: `docs/results/2026-11-27-h100x4`, over 2 and 4 ranks, where these are 8 MB and 512 KB
 ONE_SHOT_BYTES, ONE_SHOT_EXTRA = 8 << 20, 3 << 18
-#: bytes of an all-reduce from which a scatter that overlaps, and NCCL's all-gather, are faster than NCCL's all-reduce.
-#: Source: 4 x H200, 2026-11-20: 67 MB take 430 us instead of 537. Up to here `direct` is faster than both
+#: bytes of an all-reduce from which a scatter that overlaps, whose sums are shared then, is faster than `direct`.
+#: Source: `docs/results/2026-11-27-h100x4/all-reduce-shared.txt`: here both take as long
 ALL_REDUCE_BYTES = ALL_REDUCE_LIMIT
 _SIGNATURES = 1 << 31
 DIRECT_SIGNATURES = 1 << 16  # `copy_kernels.SIGNATURES`

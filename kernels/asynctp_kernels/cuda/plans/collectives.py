@@ -4,6 +4,7 @@
                or, where every rank keeps it: stage the shard and keep it, pull the others' shards           → done
     scatter    copy stream:  push each rank's part into its inbox → wait for reduced                         → done
                reducer:      wait for all parts (stream memory operations), add → reduced
+    all-reduce a scatter, and then copy stream:  pull all other ranks' sums                                  → done
 
 A rank that multiplies what is gathered, and one that does not, make one call: both push, and each does with what comes
 what it likes. Of few bytes both run the direct kernels (`DirectGather`, `DirectSum`, `DirectTotal`).

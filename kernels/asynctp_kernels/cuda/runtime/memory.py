@@ -5,6 +5,7 @@ graph capture:
 
     box       an inbox, of pushed data, by source, but for the own            [from rank 0 | from rank 1 | ...]
               or an outbox, the own shard, which peers pull                   [shard | its scales]
+              or, in an all-reduce, an inbox and then the own sum, an outbox
     direct    the direct kernels: two slots of landings, epochs               see `copy_kernels`
 
 A box is a bounded buffer of depth one, with an int32 word per peer and direction that a stream can wait for:
@@ -15,13 +16,14 @@ A box is a bounded buffer of depth one, with an int32 word per peer and directio
     FULL    of a scatter, set at the reader by the rank whose data is there: the number of chunks that are complete;
             cleared by the reader before its next FREE, which is what the next push needs
     LANDED  the same of a gather, whose matmuls may begin while a scatter is in flight, but not while a gather is; or,
-            of one that is pulled, set at every peer by the rank whose outbox is full
+            of one that is pulled, and of the sums of an all-reduce, set at every peer by the rank whose outbox is full
 
     own:   set FREE at every peer; wait FREE(every peer), clear it; meanwhile an own word, `awaited`, has the signature
            pushed:  push each chunk and set FULL or LANDED at its rank
            scatter: wait FULL(every peer, chunk) and reduce, chunk by chunk; clear all FULL
            gather:  wait LANDED(peer, chunk) and multiply or keep, chunk by chunk; clear all LANDED
            pulled:  fill the outbox, set LANDED at every peer; wait LANDED(peer), clear it, and pull its shard
+           all-reduce: a scatter, then its sum pulled
 
 Data moves after FREE of *every* rank, and each sets that after its last reduction, matmul or copy of what was there
 before. Pushed chunks are cut by the number of bytes alone (`tiles.WireChunks`), so how a rank cuts its copies, what it

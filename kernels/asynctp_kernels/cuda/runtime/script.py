@@ -231,12 +231,12 @@ def clear_script(channel: Channel) -> list[Step]:
 
 
 def summed_script(channel: Channel) -> list[Step]:
-    """Of an all-reduce: tell every peer that the own sum is where it is pulled from."""
+    """Tell every peer that the own sum of an all-reduce is where it is pulled from."""
     return [Post(channel.full(peer, channel.rank), MAX_CHUNKS) for peer in _peers(channel)]
 
 
 def share_script(channel: Channel, sums: Sequence[int], size: int) -> list[Step]:
-    """Of an all-reduce: pull the others' sums, once all are there, and clear the words of that.
+    """Pull the others' sums of an all-reduce, once all are there, and clear the words of that.
 
     Ranks in step never pull from the same rank at the same time.
 
