@@ -262,15 +262,18 @@ def compile_graph(
 
     def all_stand(whole: bool, again: bool) -> bool:
         cached: list[Report] = []
-        with contained("publish reports of cached graphs"):
-            cached = _publish_cached(config, compiling=False)
-        found.extend(cached)
+        with contained("read reports of cached graphs"):
+            cached = _read_cached(compiling=False)
         refused = _refused(cached, config, joint=whole)
         if refused and again:
             raise DisagreementError(f"asynctp: {_cached_in_vain(refused)}")
-        if refused:
+        if refused:  # these graphs do not run, and are not reported
             log.warning("asynctp: compiles again without caches: %s", _cached_in_vain(refused))
-        return not refused
+            return False
+        found.extend(cached)
+        with contained("publish reports of cached graphs"):
+            _publish_all(cached, config)
+        return True
 
     compiled = compat.inductor_compile(gm, example_inputs, patches, all_stand, further or {})
     forward = ours.forward or next((one for one in found if one.phase != "backward"), None)
@@ -381,19 +384,28 @@ def _send_with_cache_entry(report: Report) -> None:
 
 
 def _publish_cached(config: Config | None, *, compiling: bool, named: bool = True) -> list[Report]:
-    """Publish the reports that came with cache entries since the last call, and return them.
+    """Publish the reports of `_read_cached`, and return them. config: names the sinks; None keeps the reports only."""
+    replayed = _read_cached(compiling=compiling, named=named)
+    _publish_all(replayed, config)
+    return replayed
+
+
+def _read_cached(*, compiling: bool, named: bool = True) -> list[Report]:
+    """The reports that came with cache entries since the last call.
 
     Args:
-        config: Names the sinks; None keeps the reports only.
         compiling: A compile may be under way whose cache entry is not made yet: leave what its pass sent.
         named: They are of the compile under way, and get its name.
     """
     replayed = [_read_counter(name) for name in _take_replayed(compiling)]
     if named and compat.compile_name() != "graph":
         replayed = [dataclasses.replace(report, graph=compat.compile_name()) for report in replayed]
-    for report in replayed:
-        _publish(report, config)
     return replayed
+
+
+def _publish_all(reports: Sequence[Report], config: Config | None) -> None:
+    for report in reports:
+        _publish(report, config)
 
 
 def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False) -> list[str]:

@@ -469,6 +469,26 @@ def test_cache_key_has_the_sizes_of_groups() -> None:
     assert found == [(False, "ATP004", 1), (False, "FUSED", 4), (False, "FUSED", 2)]
 
 
+def test_a_cached_graph_that_does_not_stand_is_reported_by_its_compile_alone(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What does not run is not reported, however often it was read."""
+    compiled(gather_matmul(mesh))(torch.ones(4, 16))
+    start()
+    real, asked = backend._refused, list[int]()
+
+    def refused(cached: list[Report], *args: Any, **options: Any) -> list[str]:
+        asked.append(len(cached))
+        return ["a deviation"] if cached else real(cached, *args, **options)
+
+    monkeypatch.setattr(backend, "_refused", refused)
+    out = compiled(gather_matmul(mesh))(torch.ones(4, 16))
+    assert torch.equal(out, gather_matmul(mesh)(torch.ones(4, 16)))
+    assert 1 in asked
+    assert "compiles again without caches" in caplog.text
+    assert [(report.from_cache, len(report.fused)) for report in asynctp_passes.reports()] == [(False, 1)]
+
+
 def test_cache_key_has_the_sources(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled(gather_matmul(mesh))(torch.ones(4, 16))
     start()
