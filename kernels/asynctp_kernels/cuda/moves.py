@@ -70,39 +70,39 @@ class Mover:
 
     def scatter(self, blocks: Tensor, reduce_op: str) -> Tensor | None:
         """This rank's part of the sum of all ranks' `blocks` [world, *shape]: [*shape]."""
-        memory = memory_for(self.group, blocks.device)
-        if memory is None or blocks.numel() == 0:
-            return None
-        rows = blocks.view(self.world, -1)
-        call = scatter_call(rows, reduce_op, self.world)
-        transport = call.wire.transport(select.requested())
-        if transport == PLAIN:
-            return None
-        key = ("reduce_scatter", reduce_op, *keys_of(rows))
-        if transport == DIRECT:
-            part: Tensor = in_step(memory, _planned(memory, key, lambda: DirectSum(call, memory)).reduce, rows)
-            return part.view(blocks.shape[1:])
-        bulk: Bulk = in_step(memory, _planned(memory, key, lambda: BulkScatter(call, memory)).start_bulk, rows)
-        _wait_for(bulk)
-        return bulk.result.view(blocks.shape[1:])
+        part = self._reduced(blocks, self.world, reduce_op, "reduce_scatter", DirectSum, BulkScatter)
+        return None if part is None else part.view(blocks.shape[1:])
 
     def all_reduce(self, partial: Tensor, reduce_op: str) -> Tensor | None:
         """The sum of all ranks' tensors."""
-        memory = memory_for(self.group, partial.device)
-        if memory is None or partial.numel() == 0:
+        total = self._reduced(partial, 1, reduce_op, "all_reduce", DirectTotal, PushedTotal)
+        return None if total is None else total.view(partial.shape)
+
+    def _reduced(
+        self,
+        given: Tensor,
+        rows: int,
+        reduce_op: str,
+        kind: str,
+        direct: type[DirectSum | DirectTotal],
+        pushed: type[BulkScatter],
+    ) -> Tensor | None:
+        """What this rank gets of the sum of all ranks' tensors, which are seen as so many rows."""
+        memory = memory_for(self.group, given.device)
+        if memory is None or given.numel() == 0:
             return None
-        row = partial.view(1, -1)
-        call = scatter_call(row, reduce_op, self.world, "all_reduce")
+        seen = given.view(rows, -1)
+        call = scatter_call(seen, reduce_op, self.world, kind)
         transport = call.wire.transport(select.requested())
         if transport == PLAIN:
             return None
-        key = ("all_reduce", reduce_op, *keys_of(row))
+        key = (kind, reduce_op, *keys_of(seen))
         if transport == DIRECT:
-            total: Tensor = in_step(memory, _planned(memory, key, lambda: DirectTotal(call, memory)).reduce, row)
-            return total.view(partial.shape)
-        bulk: Bulk = in_step(memory, _planned(memory, key, lambda: PushedTotal(call, memory)).start_bulk, row)
+            found: Tensor = in_step(memory, _planned(memory, key, lambda: direct(call, memory)).reduce, seen)
+            return found
+        bulk: Bulk = in_step(memory, _planned(memory, key, lambda: pushed(call, memory)).start_bulk, seen)
         _wait_for(bulk)
-        return bulk.result.view(partial.shape)
+        return bulk.result
 
 
 def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T]) -> T:

@@ -106,14 +106,18 @@ class DecomposedAllReduce(DecomposedScatter):
         memory = self.memory
         memory.fork(stream)
         for dst, first, end in self.ranges:
-            rows = slice(first, end)
-            scales = [_of_rows(scale, call.staging.shape[0], first, end) for scale in call.a_scales]
-            added = None if call.added is None else call.added[rows]
-            of_rows = call._replace(extras=[extra[: end - first] for extra in call.extras])
-            self.add_up(of_rows, [a[rows] for a in call.a_parts], scales, added, call.staging[rows])
+            if first < end:  # the only row of a part may be made with another one
+                self._multiply(call, first, end)
             driver.record_event(memory.event(dst, 0), stream)
         self.push_and_reduce(memory.stream, call.staging, call.out, memory.event(memory.rank, 0))
         self.finish(stream)
+
+    def _multiply(self, call: ScatterTensors, first: int, end: int) -> None:
+        rows = slice(first, end)
+        scales = [_of_rows(scale, call.staging.shape[0], first, end) for scale in call.a_scales]
+        added = None if call.added is None else call.added[rows]
+        of_rows = call._replace(extras=[extra[: end - first] for extra in call.extras])
+        self.add_up(of_rows, [a[rows] for a in call.a_parts], scales, added, call.staging[rows])
 
 
 def _of_rows(scale: Tensor, count: int, first: int, end: int) -> Tensor:
