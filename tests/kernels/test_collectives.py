@@ -285,13 +285,13 @@ copy   copy 32768 B to box of 3 + 32768 from whole + 98304
 copy   write full of 3 [1] = 4
 copy   copy 32768 B to box of 0 + 0 from whole + 0
 copy   write full of 0 [1] = 4
-copy   record end
 reduce await running
 reduce wait full of 1 [2] >= 4
 reduce wait full of 1 [3] >= 4
 reduce wait full of 1 [0] >= 4
 reduce launch reduce_kernel
 reduce record reduced
+copy   record end
 copy   await reduced
 copy   record flight
 copy   record flown

@@ -339,10 +339,10 @@ copy   wait progress[0, 1] >= 1
 copy   write progress[0, 1] = 0
 copy   copy 18432 B to box of 0 + 18432 from staging + 18432
 copy   write full of 0 [1] = 4
-copy   record end
 reduce await running
 reduce launch reduce_kernel
 reduce record reduced
+copy   record end
 main   await end
 main   await reduced
 main   record last""",
@@ -370,10 +370,10 @@ copy   write awaited = 0
 copy   await event[4]
 copy   copy 18432 B to box of 1 + 0 from staging + 18432
 copy   write full of 1 [0] = 4
-copy   record end
 reduce await event[0]
 reduce launch reduce_kernel
 reduce record reduced
+copy   record end
 main   await end
 main   await reduced
 main   record last""",

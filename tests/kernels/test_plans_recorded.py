@@ -157,11 +157,11 @@ copy   write progress[1, 0] = 0
 copy   record running
 copy   copy 36864 B to box of 1 + 0 from staging + 36864
 copy   write full of 1 [0] = 4
-copy   record end
 reduce await running
 reduce await flown at launch
 reduce launch reduce_kernel
 reduce record reduced
+copy   record end
 graph  await end
 graph  await reduced""",
         )
