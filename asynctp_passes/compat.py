@@ -962,6 +962,14 @@ def suppresses_errors() -> bool:
     return config is not None and bool(config.suppress_errors)
 
 
+def gpus_share_memory() -> bool:
+    """False where this process uses GPUs, and sees two that do not reach each other's memory; else True."""
+    if not torch.cuda.is_initialized():
+        return True
+    gpus = range(torch.cuda.device_count())
+    return all(torch.cuda.can_device_access_peer(one, other) for one in gpus for other in gpus if one != other)
+
+
 def group_timeout_s(group: Any) -> float:
     """Seconds after which the collectives of a process group run out; endless for None, or where it does not say."""
     for device in ("cuda", "cpu") if group is not None else ():

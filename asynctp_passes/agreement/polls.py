@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import logging
+import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -301,10 +305,22 @@ def with_provenance(text: str, config: Config) -> str:
 
 
 def _provenance(config: Config) -> str:
-    """Versions, registered ops and options: where they differ, equal texts may mean different things."""
+    """Versions, registered ops and options: where they differ, equal texts may mean different things.
+
+    So does the host, of GPUs: across hosts nothing compares calls, and no rank does anything that others must do too.
+    """
     options = {name: value for name, value in config.decisive().items() if name not in _NOT_DECISIVE}
     told = " ".join(f"{name}={value!r}" for name, value in options.items())
-    return f"asynctp {sources_digest()}, torch {torch.__version__}, ops {registry.digest()}, {told}"
+    host = f", GPUs of host {_host()}" if torch.cuda.is_initialized() else ""
+    return f"asynctp {sources_digest()}, torch {torch.__version__}, ops {registry.digest()}, {told}{host}"
+
+
+@functools.cache
+def _host() -> str:
+    """The run of a machine, which containers on it share; its name where the system does not say."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+    return platform.node()
 
 
 def _hash(text: str) -> str:

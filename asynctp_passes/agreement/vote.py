@@ -32,6 +32,7 @@ __all__ = ["Votes", "agreed_before", "refuse", "stands", "vote"]
 log = logging.getLogger(__name__)
 
 _SUPPRESSED = "torch._dynamo.config.suppress_errors lets this rank go on without the graph, should its compile fail"
+_NOTHING_COMPARES = "this rank's GPUs do not reach each other's memory, and torch's own collectives compare no calls"
 
 
 def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
@@ -44,7 +45,8 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
         config: With `agree=False` all is accepted, and nobody learns of it; with `deviate=False` all is refused.
 
     Returns:
-        The outcomes. With `torch._dynamo.config.suppress_errors` this rank refuses all.
+        The outcomes. With `torch._dynamo.config.suppress_errors` this rank refuses all, and where its GPUs cannot share
+        memory.
 
     Raises:
         DisagreementError: All ranks have agreed on a deviation that this graph cannot do, and another rank may run a
@@ -54,15 +56,22 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
     if not config.deviate:
         return dict.fromkeys(votes, "Config(deviate=False)")
     if config.agree:
-        if compat.suppresses_errors():
+        if (reason := _refuses_all()) is not None:
             keyed = [one for one in ballots if ledgers.of_group(one.group) is not None]
-            votes |= {(one.group, text): _SUPPRESSED for one in keyed for text in one.deviations}
+            votes |= {(one.group, text): f"{reason}: {text}" for one in keyed for text in one.deviations}
             ballots = [replace(one, deviations=()) for one in ballots]
         with _without_store_errors(ballots, votes, config):
             polls, until = post(ballots, config), deadline(ballots)
             votes |= outcomes(polls, until)
             in_later_graphs(polls, ballots, votes, config, until)
     return votes
+
+
+def _refuses_all() -> str | None:
+    """Why this rank deviates from no program; None if it may."""
+    if compat.suppresses_errors():
+        return _SUPPRESSED
+    return None if compat.gpus_share_memory() else _NOTHING_COMPARES
 
 
 def agreed_before(graph: fx.Graph, config: Config) -> frozenset[tuple[str, str]]:
@@ -112,6 +121,8 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[st
     votes: Votes = {(one.group, text): None for one in (*early, *late) for text in one.deviations}
     if not config.agree:
         return []
+    if not compat.gpus_share_memory() and any(ledgers.of_group(group) is not None for group, _ in votes):
+        return [_NOTHING_COMPARES]
     if any(ledger.has_backward(key) for ledger, key in keyed(late)):
         return ["its function was compiled before: ranks agree on this backward when it is compiled"]
     with _without_store_errors([*early, *late], votes, config):

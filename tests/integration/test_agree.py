@@ -146,6 +146,19 @@ def case_other_options(rank: int) -> list[Attempt]:
     return [attempt(maxima(str(group.group_name)), bucket=rank == 0)]
 
 
+def case_other_host(rank: int) -> list[Attempt]:
+    """GPUs of two hosts: the ranks know no more of each other than that."""
+    here = mock.patch.object(polls, "_host", return_value=f"h{rank}")
+    with here, mock.patch.object(torch.cuda, "is_initialized", return_value=True):
+        return [attempt(two_sums(world_name(), factor=0.125))]
+
+
+def case_no_peer_access(rank: int) -> list[Attempt]:
+    """Rank 0 sees GPUs that do not reach each other, the others one GPU each."""
+    with mock.patch.object(compat, "gpus_share_memory", return_value=rank != 0):
+        return [attempt(two_sums(world_name(), factor=0.0625))]
+
+
 def named(name: str, **facts: Any) -> Any:
     """A graph is of this function, as Dynamo would have it."""
     function = compat.CompiledFunction(f"model.py:{name}:1", **facts)
@@ -221,6 +234,8 @@ def test_what_all_ranks_do_is_done(ranks: list[dict[str, list[Attempt]]], case: 
         ("one_looks", ["FUSED", "FUSED"], "sum"),
         ("other_factor", ["FUSED", "FUSED"], "sum"),
         ("other_options", ["SKIPPED", "SKIPPED"], "bucket"),
+        ("other_host", ["FUSED", "FUSED"], "sum"),
+        ("no_peer_access", ["FUSED", "FUSED"], "sum"),
     ],
 )
 def test_what_one_rank_does_not_do_is_done_on_none(
@@ -271,6 +286,18 @@ def test_ranks_with_other_graphs_cost_one_wait_and_are_named(ranks: list[dict[st
 def test_unasked_all_is_done(ranks: list[dict[str, list[Attempt]]]) -> None:
     (one,) = ranks[0]["unasked"]
     assert len(one.deviations) == 1
+
+
+@pytest.mark.parametrize("apart", [None, {0, 2}], ids=["all reach all", "two do not"])
+def test_gpus_that_do_not_reach_each_other_are_seen(apart: set[int] | None) -> None:
+    assert compat.gpus_share_memory(), "nothing here uses GPUs"
+    found: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "device_count": lambda: 3,
+        "can_device_access_peer": lambda one, other: {one, other} != apart,
+    }
+    with mock.patch.multiple(torch.cuda, **found):
+        assert compat.gpus_share_memory() == (apart is None)
 
 
 # --- compiled programs -----------------------------------------------------------------------------------------
