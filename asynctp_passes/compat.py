@@ -962,9 +962,14 @@ def suppresses_errors() -> bool:
     return config is not None and bool(config.suppress_errors)
 
 
+def uses_gpus() -> bool:
+    """True once this process has done something on a GPU; asking does nothing on one."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def gpus_share_memory() -> bool:
     """False where this process uses GPUs, and sees two that do not reach each other's memory; else True."""
-    if not torch.cuda.is_initialized():
+    if not uses_gpus():
         return True
     gpus = range(torch.cuda.device_count())
     return all(torch.cuda.can_device_access_peer(one, other) for one in gpus for other in gpus if one != other)

@@ -311,7 +311,7 @@ def _provenance(config: Config) -> str:
     """
     options = {name: value for name, value in config.decisive().items() if name not in _NOT_DECISIVE}
     told = " ".join(f"{name}={value!r}" for name, value in options.items())
-    host = f", GPUs of host {_host()}" if torch.cuda.is_initialized() else ""
+    host = f", GPUs of host {_host()}" if compat.uses_gpus() else ""
     return f"asynctp {sources_digest()}, torch {torch.__version__}, ops {registry.digest()}, {told}{host}"
 
 
