@@ -165,3 +165,22 @@ def _pushed(rank: int, world: int, seed: int) -> list[str]:
 def test_pushed_all_reduces_are_right_whatever_ranks_multiply(world: int) -> None:
     found: list[Any] = run_ranks(world, _pushed, 5)
     assert found == [[]] * world
+
+
+def _nothing_of_the_last(rank: int, world: int) -> bool:
+    """The contraction is cut so that the last rank has nothing of it; its zeros are added to the others' products."""
+    import torch
+    import torch.distributed as dist
+
+    from asynctp_passes import ops
+
+    depth, right = 0 if rank == world - 1 else 16, True
+    for shape in ((2, 6), (12,), (1, 3, 4)):
+        a, b = torch.ones(*shape, depth, dtype=BF16), torch.ones(depth, 48, dtype=BF16)
+        found = ops.matmul_all_reduce(a, b, group=dist.group.WORLD)
+        right &= found.shape == (*shape, 48) and bool((found == 16 * (world - 1)).all())
+    return right
+
+
+def test_a_rank_without_a_part_of_the_contraction_takes_part() -> None:
+    assert run_ranks(3, _nothing_of_the_last) == [True] * 3

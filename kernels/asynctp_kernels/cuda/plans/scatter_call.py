@@ -207,7 +207,7 @@ def as_rows(
 
 def flat(tensor: Tensor) -> Tensor:
     """[*, n] as [M, n]. A view takes most of a microsecond, also one that changes nothing."""
-    return tensor if tensor.ndim == 2 else tensor.reshape(-1, tensor.shape[-1])
+    return tensor if tensor.ndim == 2 else tensor.flatten(0, -2)  # also without columns
 
 
 def nonunit(factors: Sequence[float] | None) -> tuple[float, ...]:
