@@ -68,10 +68,11 @@ _SCALING_TYPES = {"1x128": 4, "128x128": 5}
 def int_mm(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b` of int8 in int32.
 
-    CUDA's takes more than 16 rows, and sizes that are multiples of 8: operands of others are padded.
+    CUDA's takes more than 16 rows, and sizes that are multiples of 8: operands of others are padded. The CPU's reads
+    operands that overlap themselves, as expanded ones do, beyond their memory: they are copied.
     """
     if not a.is_cuda:
-        return torch._int_mm(a, b)
+        return torch._int_mm(a.contiguous(), b.contiguous())
     rows, depth, columns = a.shape[0], a.shape[1], b.shape[1]
     more = (max(17, rows) - rows, -depth % 8, -columns % 8)
     if any(more):

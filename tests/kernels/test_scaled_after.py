@@ -54,6 +54,14 @@ def test_int8_is_exact_beyond_what_fp32_holds(interpreted: bool) -> None:
             assert torch.equal(found.long(), want)
 
 
+def test_int8_of_operands_that_overlap_themselves() -> None:
+    """As expanded ones do, which torch's own matmul of int8 misreads on CPU."""
+    row, column = operand(1, 16, torch.int8), operand(16, 1, torch.int8)
+    a, b = row.expand(6, 16), column.expand(16, 8)
+    for left, right in ((a, operand(16, 8, torch.int8)), (operand(6, 16, torch.int8), b), (a, b)):
+        assert torch.equal(reference.product(left, right, None).long(), left.long() @ right.long())
+
+
 def test_float16_that_is_infinite_before_it_is_scaled_stays_so() -> None:
     """As the program's is. The GEMM would scale first, and does not take it."""
     a, b = torch.full((4, 16), 200.0).half(), torch.full((16, 8), 200.0).half()
