@@ -264,13 +264,13 @@ def add_end_to_end_options(parser: argparse.ArgumentParser) -> None:
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid value {text!r}; it must be numbers, as 512,2048") from None
 
 
 def _words(text: str) -> list[str]:
-    return text.split(",")
+    return list(dict.fromkeys(text.split(",")))
 
 
 KINDS = ("bf16", "fp8", "fp8-rowwise", "fp8-precise", "fp8-rowwise-precise")

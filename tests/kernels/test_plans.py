@@ -380,7 +380,7 @@ def test_memory_grows_in_whole_granules(here: Machine) -> None:
 
 @pytest.mark.parametrize("kind", ["gather", "scatter"])
 def test_a_refused_implementation_leaves_the_group_usable(kind: str, here: Machine) -> None:
-    """All ranks refuse alike, before anything has begun: the next call runs as if nothing had been asked for."""
+    """All ranks refuse alike, before anything has begun: the next call runs. One that refuses alone has told so."""
     call = gather_call((5, 64), 64, (72,), dim=1) if kind == "gather" else scatter_call((5, 64), (64,), 72, dim=1)
     with cuda.forced("decomposed"), pytest.raises(RuntimeError, match="cannot run: 5 separate row ranges"):
         op(here, call)
@@ -389,6 +389,9 @@ def test_a_refused_implementation_leaves_the_group_usable(kind: str, here: Machi
     with cuda.forced("fused"):
         op(here, call)
     assert cuda.last_implementation(here.group) == "fused"
+    assert here.memory.skipped == 1
+    (told,) = here.memory.calls._told.values()
+    assert told.endswith("after 1 calls that ended with an error there)")
 
 
 @pytest.mark.parametrize(("first", "rows", "columns"), [(50, 50, 8), (1, 1, 8), (3, 50, 1), (4, 50, 8)])

@@ -502,3 +502,8 @@ def test_without_gpus_the_cpu_is_named(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_options_of_the_other_benchmark(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_is_named_twice_is_measured_once() -> None:
+    options = e2e.parse(["--rows", "4,1,4", "--parallel", "tp,tp", "--sizes", "8b,debug,8b"])
+    assert (options.rows, options.parallel, options.sizes) == ([4, 1], ["tp"], ["8b", "debug"])

@@ -16,6 +16,7 @@ from typing import Any
 
 from asynctp_kernels.compat import group_resolver
 from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.explanation import explain_all_reduce, explain_gather, explain_scatter
 from asynctp_kernels.cuda.groups import in_step, memory_for
 from asynctp_kernels.cuda.implementations import OwnProgram, make_plan
@@ -64,7 +65,7 @@ def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any
     if plan is MISSING:
         check_taking_part(partial(check, call), Mover(group, call.kept), a_shard, call.travels)
         facts = GatherCall.of(call, memory.world)
-        choice = explain_gather(facts, memory.table)  # not within in_step: a refused call has not begun
+        choice = _chosen(explain_gather, facts, memory)
         plan = keep(memory, key, in_step(memory, make_plan, "gather", facts, memory, choice))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
@@ -117,4 +118,17 @@ def run_reduce(call: ReduceArguments, check: CheckCall, program: Program) -> Any
 def _plan(call: ReduceArguments, memory: GroupMemory) -> Any:
     facts = ScatterCall.of(call, memory.world)
     op, explain = ("scatter", explain_scatter) if call.scatter_dim is not None else ("all_reduce", explain_all_reduce)
-    return in_step(memory, make_plan, op, facts, memory, explain(facts, memory.table))
+    return in_step(memory, make_plan, op, facts, memory, _chosen(explain, facts, memory))
+
+
+def _chosen(explain: Callable[..., Choice], facts: GatherCall | ScatterCall, memory: GroupMemory) -> Choice:
+    """The choice for a call; not within `in_step`, since a refused call has not begun.
+
+    A rank that was asked for what it cannot run leaves the call out, and tells so by its next calls: peers may have
+    made it.
+    """
+    try:
+        return explain(facts, memory.table)
+    except RuntimeError:
+        memory.skipped += 1
+        raise

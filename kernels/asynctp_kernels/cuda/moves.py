@@ -87,7 +87,7 @@ class Mover:
         direct: type[DirectSum | DirectTotal],
         pushed: type[BulkScatter],
     ) -> Tensor | None:
-        """What this rank gets of the sum of all ranks' tensors, which are seen as so many rows."""
+        """This rank's result of the sum of all ranks' tensors, which are seen as so many rows."""
         memory = memory_for(self.group, given.device)
         if memory is None or given.numel() == 0:
             return None
