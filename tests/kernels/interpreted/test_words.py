@@ -311,6 +311,7 @@ class Reduction:
     rank: int = 1
     world: int = 3
     programs: int = 2
+    shares: bool = False
 
     @property
     def parts(self) -> list[tuple[int, int]]:
@@ -337,9 +338,11 @@ def _reduction(call: Reduction) -> Found:
     received = torch.cat([of_ranks[: call.rank], of_ranks[call.rank + 1 :]])
     out, done = torch.empty(call.size), torch.tensor([0, CALLS, WORD], dtype=torch.int32)
     numbers = [call.size, call.part, call.chunk, call.tiles[1], call.tiles[0], 2.0, call.rank]
-    args = [of_ranks[call.rank].clone(), received, out, words[:COUNTS], words[COUNTS:], done, *numbers]
+    own, sums = of_ranks[call.rank].clone(), torch.zeros(call.size)
+    out = own if call.shares else out  # an all-reduce is in the place of the product
+    args = [own, received, out, sums, words[:COUNTS], words[COUNTS:], done, *numbers]
     constants = {
-        "WORLD": call.world, "MAX_CHUNKS": CHUNKS, "MAX_OWN": COUNTS, "ALIGN": 1, "BLOCK": 8,
+        "WORLD": call.world, "MAX_CHUNKS": CHUNKS, "MAX_OWN": COUNTS, "SHARES": call.shares, "ALIGN": 1, "BLOCK": 8,
         "PROGRAMS": call.programs,
     }  # fmt: skip
     exact_f32 = kernels.exact_f32
@@ -354,6 +357,7 @@ def _reduction(call: Reduction) -> Found:
     with mock.patch.multiple(kernels, await_word=diary.await_word, exact_f32=read):
         kernels.reduce_kernel[(call.programs,)](*args, **constants)
     assert torch.equal(out, 2 * of_ranks.sum(0))
+    assert torch.equal(sums, out if call.shares else torch.zeros(call.size))
     return Found(diary.programs, words.tolist(), done.tolist())
 
 
@@ -367,6 +371,8 @@ REDUCTIONS = [
     Reduction(90, 30, 19, (3, 9), rank=2),  # the last chunk has more
     Reduction(90, 30, 24, (0, 0), rank=2),
     Reduction(40, 40, 160, (1, 1), rank=0),  # all are in the first chunk
+    Reduction(70, 8, 20, (2, 18), world=4, rank=3, shares=True),
+    Reduction(90, 30, 19, (3, 9), rank=2, shares=True),
 ]
 
 
