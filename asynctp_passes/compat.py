@@ -970,10 +970,13 @@ def uses_gpus() -> bool:
 
 def gpus_share_memory() -> bool:
     """False where this process uses GPUs, and sees two that do not reach each other's memory; else True."""
-    if not uses_gpus():
-        return True
-    gpus = range(torch.cuda.device_count())
-    return all(torch.cuda.can_device_access_peer(one, other) for one in gpus for other in gpus if one != other)
+    return not uses_gpus() or _gpus_reach_each_other(torch.cuda.device_count())
+
+
+@functools.cache
+def _gpus_reach_each_other(count: int) -> bool:
+    pairs = itertools.permutations(range(count), 2)
+    return all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
 
 
 def group_timeout_s(group: Any) -> float:

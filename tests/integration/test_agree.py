@@ -296,6 +296,7 @@ def test_gpus_that_do_not_reach_each_other_are_seen(apart: set[int] | None) -> N
         "device_count": lambda: 3,
         "can_device_access_peer": lambda one, other: {one, other} != apart,
     }
+    compat._gpus_reach_each_other.cache_clear()
     with mock.patch.multiple(torch.cuda, **found):
         assert compat.gpus_share_memory() == (apart is None)
 

@@ -472,7 +472,7 @@ def test_cache_key_has_the_sizes_of_groups() -> None:
 def test_a_cached_graph_that_does_not_stand_is_reported_by_its_compile_alone(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What does not run is not reported, however often it was read."""
+    """A cached graph that does not run is in no report, however often it was read."""
     compiled(gather_matmul(mesh))(torch.ones(4, 16))
     start()
     real, asked = backend._refused, list[int]()

@@ -713,7 +713,7 @@ def wide_faults() -> Iterator[object]:
 
 
 def shared_faults() -> Iterator[object]:
-    """Of the second half of an all-reduce."""
+    """Faults in the second half of an all-reduce."""
     one, whole = Call("all_reduce", "decomposed"), Call("all_reduce", "whole")
     for call in (one, whole):
         yield fault(f"sums pulled at once, {call.way}", "stale", call, drop(word(Wait, "landed")), calls=1)

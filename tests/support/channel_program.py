@@ -617,7 +617,7 @@ class Rank:
 
     # --- an all-reduce: the sums are shared
     def _shared(self, number: int, call: Call) -> tuple[list[Item], list[Item]]:
-        """What follows the reduction on its stream, and then on the copy stream."""
+        """The steps after the reduction: those of its stream, then those of the copy stream."""
         channel = self.channel("landed")
         boxes = [self.at("box", rank) + (self.world - 1) * self.part for rank in range(self.world)]
         steps = share_script(channel, boxes, self.part)

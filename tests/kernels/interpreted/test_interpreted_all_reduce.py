@@ -103,7 +103,7 @@ def test_a_word_is_posted_only_after_its_parts_or_sums() -> None:
     assert run_ranks(3, _posted_after_its_data) == [True] * 3
 
 
-#: rows, columns, of which each rank's part is a multiple of 16 bytes: whole rows, or it ends within one
+#: (rows, columns): a rank's part is a multiple of 16 bytes. It has whole rows, or ends within one
 PUSHED = ((1, 32), (32, 64), (64, 8), (48, 16), (24, 16), (20, 24), (9, 64), (5, 96), (7, 80))
 
 

@@ -94,7 +94,7 @@ class DecomposedScatter(PushedScatter):
 class DecomposedAllReduce(DecomposedScatter):
     """cuBLAS for the rows of each rank's part, the own one last; sums are shared. Parts need not be whole rows."""
 
-    shares = True
+    shares = in_place = True
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         one = in_blocks(1, 1)

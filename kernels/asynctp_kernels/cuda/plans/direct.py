@@ -9,7 +9,7 @@ from asynctp_kernels.cuda.gemm.copy_kernels import push_all_reduce_kernel, push_
 from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors, ShardSizes, block_for
 from asynctp_kernels.cuda.plans.scatter import WholeScatter
-from asynctp_kernels.cuda.plans.scatter_call import Operands, ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import align, aligned, grid, prepare
 from asynctp_kernels.cuda.runtime.memory import DIRECT_PROGRAMS, GroupMemory
 
@@ -105,6 +105,7 @@ class DirectAllReduce(WholeScatter):
     """One kernel that pushes and adds, in one shot or two: the whole sum, in the place of the matmuls."""
 
     name = "direct"
+    in_place = True
 
     def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
         super().__init__(call, memory)
@@ -138,10 +139,6 @@ class DirectAllReduce(WholeScatter):
         self.launch = prepare(push_all_reduce_kernel, programs, args, constants, WARPS[shots])
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
         self.new_output = self.new_staging
-
-    def tensors(self, operands: Operands) -> ScatterTensors:
-        place = self.new_staging()
-        return ScatterTensors(*operands, place, place, self.new_extras())
 
     def move(self, stream: int, call: ScatterTensors) -> None:
         self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])

@@ -214,4 +214,4 @@ class FusedScatter(PushedScatter):
 class FusedAllReduce(FusedScatter):
     """The same of all rows, whose sums all ranks share; each rank's part is as many rows."""
 
-    shares = True
+    shares = in_place = True

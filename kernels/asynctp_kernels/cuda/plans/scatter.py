@@ -55,6 +55,7 @@ class ScatterPlan:
     """One call, prepared. `run` gives this rank's shard.
 
     uses_memory: calls take their turn in the group's memory. cublas: `enqueue` calls cuBLAS.
+    in_place: the result takes the place of the sum of the matmuls.
     staging_shape, extra_shape: of the sum of the matmuls, and of one apart.
     stamps: of the GEMM's tiles, if they are asked for.
     """
@@ -62,6 +63,7 @@ class ScatterPlan:
     name: str
     uses_memory = True
     cublas = True
+    in_place = False
     stamps: StampTable | None = None
     staging_shape: tuple[int, ...]
     extra_shape: tuple[int, ...]
@@ -123,7 +125,9 @@ class ScatterPlan:
 
     def tensors(self, operands: Operands) -> ScatterTensors:
         """The operands as they come, and new memory for what a call makes."""
-        return ScatterTensors(*operands, self.new_staging(), self.new_output(), self.new_extras())
+        staging = self.new_staging()
+        out = staging if self.in_place else self.new_output()
+        return ScatterTensors(*operands, staging, out, self.new_extras())
 
     def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
         """The call with its operands as the implementation reads them: copies of those that lie otherwise."""
@@ -262,12 +266,6 @@ class PushedScatter(ScatterPlan):
         if self.shares:
             self.pull(side, (0, 0, 0, out.data_ptr()))
         driver.record_event(memory.end, side)
-
-    def tensors(self, operands: Operands) -> ScatterTensors:
-        if not self.shares:
-            return super().tensors(operands)
-        place = self.new_staging()
-        return ScatterTensors(*operands, place, place, self.new_extras())
 
     def finish(self, stream: int) -> None:
         """Join both streams."""

@@ -108,7 +108,7 @@ class ScatterCall:
 
     @property
     def parts(self) -> ShardLayout:
-        """The layout of an all-reduce that is pushed: equal runs of elements, of which each rank adds up one."""
+        """The layout of a pushed all-reduce: an equal run of elements for each rank to add up."""
         elements = self.rows * self.b_parts[0].shape[1]
         return scatter_layout((self.world, elements // self.world), 0, self.world)
 
