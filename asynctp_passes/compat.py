@@ -968,17 +968,6 @@ def uses_gpus() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def gpus_share_memory() -> bool:
-    """False where this process uses GPUs, and sees two that do not reach each other's memory; else True."""
-    return not uses_gpus() or _gpus_reach_each_other(torch.cuda.device_count())
-
-
-@functools.cache
-def _gpus_reach_each_other(count: int) -> bool:
-    pairs = itertools.permutations(range(count), 2)
-    return all(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
-
-
 def group_timeout_s(group: Any) -> float:
     """Seconds after which the collectives of a process group run out; endless for None, or where it does not say."""
     for device in ("cuda", "cpu") if group is not None else ():

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import json
 import logging
-import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from asynctp_passes import compat
+from asynctp_passes import compat, ops
 from asynctp_passes.agreement import ledgers
 from asynctp_passes.agreement.ledgers import LOOKED_AT, Ledger, kind_of
 from asynctp_passes.agreement.waits import LONGEST_PAUSE_S, looks
@@ -23,7 +19,7 @@ from asynctp_passes.config import Config
 from asynctp_passes.errors import DisagreementError
 from asynctp_passes.ir import registry
 from asynctp_passes.ir.records import Ballot
-from asynctp_passes.planning.deviations import LOCAL
+from asynctp_passes.planning.deviations import LOCAL, PLAIN
 from asynctp_passes.reporting.internal import sources_digest
 from asynctp_passes.waiting import ranks_named
 
@@ -301,26 +297,20 @@ def plain(text: str) -> str:
 
 
 def with_provenance(text: str, config: Config) -> str:
-    return f"{text} | {_provenance(config)}"
+    """A deviation, and what it was found with.
+
+    It is alike on ranks whose GPUs share memory; elsewhere nothing compares calls, and no rank does what others must do
+    too. Torch's own collectives go everywhere.
+    """
+    gpus = f", {ops.compares_calls(0)[1]}" if compat.uses_gpus() and text != PLAIN else ""
+    return f"{text} | {_provenance(config)}{gpus}"
 
 
 def _provenance(config: Config) -> str:
-    """Versions, registered ops and options: where they differ, equal texts may mean different things.
-
-    So does the host, of GPUs: across hosts nothing compares calls, and no rank does anything that others must do too.
-    """
+    """Versions, registered ops and options: where they differ, equal texts may mean different things."""
     options = {name: value for name, value in config.decisive().items() if name not in _NOT_DECISIVE}
     told = " ".join(f"{name}={value!r}" for name, value in options.items())
-    host = f", GPUs of host {_host()}" if compat.uses_gpus() else ""
-    return f"asynctp {sources_digest()}, torch {torch.__version__}, ops {registry.digest()}, {told}{host}"
-
-
-@functools.cache
-def _host() -> str:
-    """The run of a machine, which containers on it share; its name where the system does not say."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
-    return platform.node()
+    return f"asynctp {sources_digest()}, torch {torch.__version__}, ops {registry.digest()}, {told}"
 
 
 def _hash(text: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from asynctp_passes import compat
+from asynctp_passes import compat, ops
 from asynctp_passes.agreement import ledgers
 from asynctp_passes.agreement.later_graphs import in_later_graphs, keep
 from asynctp_passes.agreement.ledgers import keyed
@@ -24,7 +24,7 @@ from asynctp_passes.errors import AsyncTPError, DisagreementError
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import phase_of
-from asynctp_passes.planning.deviations import Words, communicated
+from asynctp_passes.planning.deviations import PLAIN, Words, communicated
 from asynctp_passes.reporting.report import Report
 
 __all__ = ["Votes", "agreed_before", "refuse", "stands", "vote"]
@@ -32,7 +32,6 @@ __all__ = ["Votes", "agreed_before", "refuse", "stands", "vote"]
 log = logging.getLogger(__name__)
 
 _SUPPRESSED = "torch._dynamo.config.suppress_errors lets this rank go on without the graph, should its compile fail"
-_NOTHING_COMPARES = "this rank's GPUs do not reach each other's memory, and torch's own collectives compare no calls"
 
 
 def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
@@ -46,7 +45,7 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
 
     Returns:
         The outcomes. With `torch._dynamo.config.suppress_errors` this rank refuses all, and where its GPUs cannot share
-        memory.
+        memory with those of its peers.
 
     Raises:
         DisagreementError: All ranks have agreed on a deviation that this graph cannot do, and another rank may run a
@@ -56,10 +55,7 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
     if not config.deviate:
         return dict.fromkeys(votes, "Config(deviate=False)")
     if config.agree:
-        if (reason := _refuses_all()) is not None:
-            keyed = [one for one in ballots if ledgers.of_group(one.group) is not None]
-            votes |= {(one.group, text): f"{reason}: {text}" for one in keyed for text in one.deviations}
-            ballots = [replace(one, deviations=()) for one in ballots]
+        ballots = [_without_refused(one, votes) for one in ballots]
         with _without_store_errors(ballots, votes, config):
             polls, until = post(ballots, config), deadline(ballots)
             votes |= outcomes(polls, until)
@@ -67,11 +63,21 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
     return votes
 
 
-def _refuses_all() -> str | None:
-    """Why this rank deviates from no program; None if it may."""
+def _without_refused(ballot: Ballot, votes: Votes) -> Ballot:
+    """A ballot without those deviations that this rank refuses by itself; it writes them into `votes`."""
+    reasons = {text: _refuses(ballot.group, text) for text in ballot.deviations}
+    votes |= {(ballot.group, text): f"{reason}: {text}" for text, reason in reasons.items() if reason is not None}
+    return replace(ballot, deviations=tuple(text for text, reason in reasons.items() if reason is None))
+
+
+def _refuses(group: str, text: str) -> str | None:
+    """Why this rank refuses a deviation by itself; None if it does not."""
+    if (ledger := ledgers.of_group(group)) is None:
+        return None
     if compat.suppresses_errors():
         return _SUPPRESSED
-    return None if compat.gpus_share_memory() else _NOTHING_COMPARES
+    reason = ops.compares_calls(len(ledger.ranks))[0] if compat.uses_gpus() and text != PLAIN else ""
+    return f"nothing compares calls of this group ({reason})" if reason else None
 
 
 def agreed_before(graph: fx.Graph, config: Config) -> frozenset[tuple[str, str]]:
@@ -121,8 +127,9 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[st
     votes: Votes = {(one.group, text): None for one in (*early, *late) for text in one.deviations}
     if not config.agree:
         return []
-    if not compat.gpus_share_memory() and any(ledgers.of_group(group) is not None for group, _ in votes):
-        return [_NOTHING_COMPARES]
+    alone = [reason for group, text in votes if (reason := _refuses(group, text)) is not None]
+    if alone:
+        return alone
     if any(ledger.has_backward(key) for ledger, key in keyed(late)):
         return ["its function was compiled before: ranks agree on this backward when it is compiled"]
     with _without_store_errors([*early, *late], votes, config):

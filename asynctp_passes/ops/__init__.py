@@ -26,13 +26,14 @@ import torch
 
 from asynctp_passes.ops import autograd, fake, real, reference
 from asynctp_passes.ops.calls import OPS
-from asynctp_passes.ops.choice import expected_implementation, explain, implementation, on_wire, refresh
+from asynctp_passes.ops.choice import compares_calls, expected_implementation, explain, implementation, on_wire, refresh
 from asynctp_passes.ops.registration import register
 
 __all__ = [
     "OPS",
     "all_gather_matmul",
     "all_gather_scaled_matmul",
+    "compares_calls",
     "expected_implementation",
     "explain",
     "implementation",

@@ -20,6 +20,7 @@ from asynctp_passes.ops.plain_collectives import gather
 
 __all__ = [
     "calls_made",
+    "compares_calls",
     "expected_implementation",
     "explain",
     "implementation",
@@ -65,6 +66,21 @@ def implementation(device_type: str) -> str:
 def on_wire(device_type: str) -> bool:
     """Whether a group's collectives are to go by asynctp's own transport, all of them, or may be torch's."""
     return device_type == "cuda" or (device_type == "cpu" and implementation("cpu") != "sequential")
+
+
+def compares_calls(world_size: int) -> tuple[str, str]:
+    """Whether calls of a group on GPUs will be compared, as far as this rank can tell before the group's first call.
+
+    asynctp's own transport compares calls, torch's collectives do not.
+
+    Returns:
+        Why they will not be, or "". And a text about this rank's GPU and versions, which must be the same on all ranks.
+    """
+    cuda = _cuda()
+    if cuda is None:
+        return "triton is missing", ""
+    reason, alike = cuda.outlook(world_size, torch.cuda.current_device())
+    return reason, alike
 
 
 def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: int) -> str:

@@ -31,10 +31,13 @@ from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
 from asynctp_passes.matching.chains import Bucket, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step
 from asynctp_passes.matching.near_miss import reduces
 
-__all__ = ["LOCAL", "Words", "communicated"]
+__all__ = ["LOCAL", "PLAIN", "Words", "communicated"]
 
 LOCAL = "?"
 """A text with this in it has a size that only this rank knows, and is comparable to no other rank's."""
+
+PLAIN = "plain: collectives of parameters"
+"""That all collectives of a group stay torch's."""
 
 _LONGEST = 240
 
@@ -103,7 +106,7 @@ class Words:
 
     def of_plain(self) -> str:
         """The collectives of a group that stay torch's, as they are of parameters."""
-        return "plain: collectives of parameters"
+        return PLAIN
 
     # --- reductions ---
     def _sum(self, chain: ScatterChain) -> str:

@@ -24,7 +24,7 @@ from torch.fx import Graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
-from asynctp_passes import Config, DisagreementError, Report, backend, compat, run
+from asynctp_passes import Config, DisagreementError, Report, backend, compat, ops, run
 from asynctp_passes.agreement import ledgers, polls
 from asynctp_passes.agreement.ledgers import Ledger
 from asynctp_passes.agreement.polls import Poll
@@ -32,7 +32,7 @@ from asynctp_passes.agreement.vote import vote
 from asynctp_passes.agreement.waits import WARN_S
 from asynctp_passes.config import ConfigError, agree_seconds
 from asynctp_passes.ir.records import Ballot
-from asynctp_passes.planning.deviations import LOCAL
+from asynctp_passes.planning.deviations import LOCAL, PLAIN
 
 QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -146,16 +146,29 @@ def case_other_options(rank: int) -> list[Attempt]:
     return [attempt(maxima(str(group.group_name)), bucket=rank == 0)]
 
 
-def case_other_host(rank: int) -> list[Attempt]:
-    """GPUs of two hosts: the ranks know no more of each other than that."""
-    here = mock.patch.object(polls, "_host", return_value=f"h{rank}")
-    with here, mock.patch.object(torch.cuda, "is_initialized", return_value=True):
+def case_other_gpus(rank: int) -> list[Attempt]:
+    """Each rank names other GPUs that share memory with its own."""
+    with on_gpus("", f"one of 2 GPUs that share memory ({rank})"):
         return [attempt(two_sums(world_name(), factor=0.125))]
 
 
-def case_no_peer_access(rank: int) -> list[Attempt]:
-    """Rank 0 sees GPUs that do not reach each other, the others one GPU each."""
-    with mock.patch.object(compat, "gpus_share_memory", return_value=rank != 0):
+def case_same_gpus(rank: int) -> list[Attempt]:
+    """All ranks name the same GPUs."""
+    with on_gpus("", "one of 2 GPUs that share memory (0)"):
+        return [attempt(two_sums(world_name(), factor=0.03125))]
+
+
+@contextlib.contextmanager
+def on_gpus(reason: str, alike: str) -> Iterator[None]:
+    """This rank uses a GPU, and knows so much of whether its calls will be compared."""
+    used = mock.patch.object(torch.cuda, "is_initialized", return_value=True)
+    with used, mock.patch.object(ops, "compares_calls", return_value=(reason, alike)):
+        yield
+
+
+def case_nothing_compares(rank: int) -> list[Attempt]:
+    """Rank 0 has no triton."""
+    with on_gpus("triton is missing" if rank == 0 else "", ""):
         return [attempt(two_sums(world_name(), factor=0.0625))]
 
 
@@ -214,7 +227,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, list[Attempt]]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", ["same", "static_and_other_sizes", "again_on_one_rank"])
+@pytest.mark.parametrize("case", ["same", "static_and_other_sizes", "again_on_one_rank", "same_gpus"])
 def test_what_all_ranks_do_is_done(ranks: list[dict[str, list[Attempt]]], case: str) -> None:
     for outcomes in ranks:
         for one in outcomes[case]:
@@ -234,8 +247,8 @@ def test_what_all_ranks_do_is_done(ranks: list[dict[str, list[Attempt]]], case: 
         ("one_looks", ["FUSED", "FUSED"], "sum"),
         ("other_factor", ["FUSED", "FUSED"], "sum"),
         ("other_options", ["SKIPPED", "SKIPPED"], "bucket"),
-        ("other_host", ["FUSED", "FUSED"], "sum"),
-        ("no_peer_access", ["FUSED", "FUSED"], "sum"),
+        ("other_gpus", ["FUSED", "FUSED"], "sum"),
+        ("nothing_compares", ["FUSED", "FUSED"], "sum"),
     ],
 )
 def test_what_one_rank_does_not_do_is_done_on_none(
@@ -288,17 +301,11 @@ def test_unasked_all_is_done(ranks: list[dict[str, list[Attempt]]]) -> None:
     assert len(one.deviations) == 1
 
 
-@pytest.mark.parametrize("apart", [None, {0, 2}], ids=["all reach all", "two do not"])
-def test_gpus_that_do_not_reach_each_other_are_seen(apart: set[int] | None) -> None:
-    assert compat.gpus_share_memory(), "nothing here uses GPUs"
-    found: dict[str, Any] = {
-        "is_initialized": lambda: True,
-        "device_count": lambda: 3,
-        "can_device_access_peer": lambda one, other: {one, other} != apart,
-    }
-    compat._gpus_reach_each_other.cache_clear()
-    with mock.patch.multiple(torch.cuda, **found):
-        assert compat.gpus_share_memory() == (apart is None)
+def test_torchs_own_collectives_go_between_any_gpus() -> None:
+    here = Config(**QUIET)
+    with on_gpus("triton is missing", "one of 1 GPUs that share memory"):
+        assert "share memory" in polls.with_provenance("sum: ...", here)
+        assert "share memory" not in polls.with_provenance(PLAIN, here)
 
 
 # --- compiled programs -----------------------------------------------------------------------------------------

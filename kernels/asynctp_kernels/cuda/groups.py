@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import weakref
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.legality import group_refused
 from asynctp_kernels.cuda.runtime import memory as memory_of
 from asynctp_kernels.cuda.runtime.driver import CudaError, StreamWaitOver
+from asynctp_kernels.cuda.runtime.enroll import facts_of
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory, group_memory
+from asynctp_kernels.cuda.runtime.reach import reached
 from asynctp_kernels.cuda.runtime.watch import error_of
 from asynctp_kernels.errors import NotEnrolled, SymmetricMemoryError
 
@@ -50,6 +53,23 @@ def _new_memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None
     _require_none_forced(reason)
     log.warning("group %s runs the sequential program: %s", group.group_name, reason)
     return None
+
+
+def outlook(world: int, index: int) -> tuple[str, str]:
+    """Whether a group of so many ranks will have memory, as far as this rank can tell alone, on GPU `index`.
+
+    Returns:
+        Why it will not, or "". And a text: where it is the same on all ranks of the group, nothing that they must
+        share differs, and their GPUs reach each other.
+    """
+    try:
+        reason = group_refused(world) or ("" if select.requested() != "sequential" else f"{select.VARIABLE}=sequential")
+        facts = facts_of(index, with_table=False)
+    except ValueError as error:
+        return str(error), ""
+    gpus = reached(index)
+    digest = hashlib.sha256(f"{facts.to_json()} {gpus}".encode()).hexdigest()[:16]
+    return reason, f"{facts.gpu}, one of {len(gpus)} that share memory ({digest})"
 
 
 def _check_device(device: torch.device) -> None:

@@ -99,7 +99,7 @@ _REQUIRED = {
 }
 
 
-def facts_of(index: int | None) -> Facts:
+def facts_of(index: int | None, *, with_table: bool = True) -> Facts:
     """The facts about this rank, on GPU `index`.
 
     Raises:
@@ -116,7 +116,7 @@ def facts_of(index: int | None) -> Facts:
         driver=_known(driver.driver_version),
         backend=UNKNOWN if driver.IN_ORDER else _known(symmetric_memory_backend),
         implementation=names.current(os.environ.get(select.VARIABLE, "auto"), select.VARIABLE),
-        table=tables.digest(select.tuned(), name),
+        table=tables.digest(select.tuned(), name) if with_table else UNKNOWN,
     )
 
 
