@@ -19,6 +19,7 @@ from asynctp_passes.planning.bucketing import find_buckets
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import Words, communicated
 from asynctp_passes.planning.legality import (
+    EXTREMES,
     Context,
     Verdict,
     can_be_alone,
@@ -68,8 +69,8 @@ class Plan:
     @functools.cached_property
     def movable(self) -> frozenset[str]:
         """The groups that could use asynctp's transport, and have a collective for which it has an op."""
-        found = {one.collective.group_key for one in self.candidates if on_wire(one.collective) and can_be_alone(one)}
-        return self._own_transport & found
+        collectives = (one.collective for one in self.candidates)
+        return self._own_transport & {one.group_key for one in collectives if on_wire(one) and can_be_alone(one)}
 
     @functools.cached_property
     def _own_transport(self) -> frozenset[str]:
@@ -114,8 +115,9 @@ class Plan:
 
     def _goes_alone(self, candidate: Candidate) -> bool:
         """True for a collective that goes by it, and for a tensor of a list: a peer may multiply that one."""
-        own, collective = can_be_alone(candidate), candidate.collective
-        return own and collective.group_key in self.wire and (collective.call is not None or on_wire(collective))
+        collective = candidate.collective
+        moves = on_wire(collective) or (collective.call is not None and collective.reduce_op not in EXTREMES)
+        return moves and collective.group_key in self.wire and can_be_alone(collective)
 
     @functools.cached_property
     def chains(self) -> list[Chain]:
@@ -177,7 +179,11 @@ def outcome_of(decision: Decision) -> Outcome:
 
 
 def planned(
-    graph: fx.Graph, config: Config, agreed: Set[tuple[str, str]] = frozenset(), verdict: Verdict | None = None
+    graph: fx.Graph,
+    config: Config,
+    agreed: Set[tuple[str, str]] = frozenset(),
+    verdict: Verdict | None = None,
+    left: frozenset[str] = frozenset(),
 ) -> Plan:
     """Plan a graph.
 
@@ -186,13 +192,17 @@ def planned(
         config: The configuration.
         agreed: The deviations, by group and text, on which all ranks have agreed in earlier graphs.
         verdict: What the ranks said to deviations; None before they were asked, when all are planned.
+        left: Groups that are known to be left to torch, whose collectives nothing compares on GPUs.
     """
-    found, context = decide_graph(graph, config, verdict)
+    found, context = decide_graph(graph, config, verdict, left)
     decisions = plan_overlap(graph, found)
     buckets = find_buckets(decisions, context)
     told = ((bucket, context.words.of_bucket(bucket)) for bucket in buckets)
     alike = [bucket for bucket, text in told if context.refused(bucket.collective.group_key, text) is None]
     plan = _following(Plan(decisions, context, alike), agreed)
+    changed = [*plan.dropped, *(bucket.collective for bucket in plan.buckets)]
+    if blind := {one.group_key for one in changed if on_wire(one)} & (plan.plain - left):
+        return planned(graph, config, agreed, verdict, left | blind)
     shown = [
         before if after.overlaps_with and after.candidate.collective.group_key in plan.plain else after
         for before, after in zip(found, decisions, strict=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from asynctp_passes import Report
-from asynctp_passes.planning.bucketing import SMALL_BYTES
+from asynctp_passes.planning.legality import SMALL_BYTES
 
 
 def all_reduce(b: GraphBuilder, x: Node, op: str = "max", group: str = "tp") -> Node:
