@@ -102,7 +102,7 @@ class Context:
 
     def compares(self, collective: Collective) -> bool:
         """Whether an unlike call of a peer would be found: only such a collective may become another one."""
-        if collective.group_key in self.left and on_wire(collective):
+        if collective.group_key in self.left and on_wire(collective) and collective.reduce_op not in EXTREMES:
             return False
         return compares_calls(collective, self.config)
 
@@ -186,16 +186,16 @@ def compares_calls(collective: Collective, config: Config) -> bool:
         return True
     if not (_goes_by_wire(collective, config) and can_be_alone(collective)):
         return False
-    kind, dtype, ranks = collective.kind, value_of(collective.source).dtype, collective.group_size
+    kind, dtype, ranks = collective.kind, value_of(collective.source).dtype, collective.group_size or 1
     own = bytes_of(collective.input)
     if kind == "all_gather":
-        return own is None or own < _INT32_LIMIT
+        return own is None or 0 < own < _INT32_LIMIT
     if collective.reduce_op in EXTREMES:
         return own is not None and 0 < own <= SMALL_BYTES and dtype in _EXTREME_DTYPES
     if dtype not in _OUT_DTYPES:
         return False
     limit = CONTRACTION_LIMIT // 2 if kind == "all_reduce" else CONTRACTION_LIMIT
-    return own is None or (own < _INT32_LIMIT * ranks and (own % (16 * ranks) == 0 or own <= limit))
+    return own is None or (0 < own < _INT32_LIMIT * ranks and (own % (16 * ranks) == 0 or own <= limit))
 
 
 def on_wire(collective: Collective) -> bool:

@@ -68,9 +68,18 @@ class Plan:
 
     @functools.cached_property
     def movable(self) -> frozenset[str]:
-        """The groups that could use asynctp's transport, and have a collective for which it has an op."""
-        collectives = (one.collective for one in self.candidates)
+        """The groups that could use asynctp's transport, and have a gather or sum for which it has an op."""
+        collectives = (one.collective for one in self.candidates if one.collective.reduce_op not in EXTREMES)
         return self._own_transport & {one.group_key for one in collectives if on_wire(one) and can_be_alone(one)}
+
+    def is_own(self, collective: Collective) -> bool:
+        """True for one that goes by asynctp's own transport, on devices that have it.
+
+        Maxima do so too in a group that is left to torch, whose collectives are of parameters. They are small, and a
+        bucket of them is no call of its peers that have none.
+        """
+        groups = self._own_transport if collective.reduce_op in EXTREMES else self.wire
+        return collective.group_key in groups
 
     @functools.cached_property
     def _own_transport(self) -> frozenset[str]:
@@ -117,7 +126,7 @@ class Plan:
         """True for a collective that goes by it, and for a tensor of a list: a peer may multiply that one."""
         collective = candidate.collective
         moves = on_wire(collective) or (collective.call is not None and collective.reduce_op not in EXTREMES)
-        return moves and collective.group_key in self.wire and can_be_alone(collective)
+        return moves and self.is_own(collective) and can_be_alone(collective)
 
     @functools.cached_property
     def chains(self) -> list[Chain]:
@@ -200,8 +209,8 @@ def planned(
     told = ((bucket, context.words.of_bucket(bucket)) for bucket in buckets)
     alike = [bucket for bucket, text in told if context.refused(bucket.collective.group_key, text) is None]
     plan = _following(Plan(decisions, context, alike), agreed)
-    changed = [*plan.dropped, *(bucket.collective for bucket in plan.buckets)]
-    if blind := {one.group_key for one in changed if on_wire(one)} & (plan.plain - left):
+    dropped = {one.group_key for one in plan.dropped if on_wire(one) and one.reduce_op not in EXTREMES}
+    if blind := dropped & (plan.plain - left):
         return planned(graph, config, agreed, verdict, left | blind)
     shown = [
         before if after.overlaps_with and after.candidate.collective.group_key in plan.plain else after

@@ -44,7 +44,7 @@ def emit_bucket(state: RewriteState, bucket: Bucket, front: fx.Node) -> fx.Node:
     lengths = [math.prod(value.shape) for value in values]
     flat = [build.reshape(build.now(node), (length,)) for node, length in zip(bucket.inputs, lengths, strict=True)]
     joined, first = build.call(_aten.cat.default, flat), bucket.collective
-    ours = first.group_key in state.plan.wire and on_wire(first)
+    ours = state.plan.is_own(first) and on_wire(first)
     op = IN_FLIGHT["all_reduce"] if ours else _c10d.all_reduce.default
     total = build.call(op, joined, first.reduce_op, first.group, computes=_like_first)
     done = build.call(_c10d.wait_tensor.default, total, computes=_like_first)
