@@ -61,10 +61,11 @@ def _tag(graph: fx.Graph, config: Config, attempt: Attempt) -> None:
     words = context.words
     tags: dict[tuple[str, str], Callable[[Ballot], None]] = {}  # by group and text, which names places in the group
     for again in rematerializations(graph, decisions, config.rematerialize):
-        if again.chosen:
+        if again.chosen and context.compares(again.gather):
             tags[again.gather.group_key, words.of_rematerialized(again.gather)] = partial(_make_again, again)
     for saved in saved_products(graph, decisions):
-        tags[saved.collective.group_key, words.of_saved(saved.collective)] = partial(_save, saved)
+        if context.compares(saved.collective):
+            tags[saved.collective.group_key, words.of_saved(saved.collective)] = partial(_save, saved)
     texts: dict[str, list[str]] = {}
     for group, text in tags:
         texts.setdefault(group, []).append(text)

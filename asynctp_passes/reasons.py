@@ -405,7 +405,8 @@ RANKS_DIFFER = _miss(
     "ATP212",
     "RANKS_DIFFER",
     "ranks would send other bytes than the program's collective does. A rank of the group does not compute these bytes "
-    "alike, or deviate=False forbids it. The collective stays as it is, fused in another way or not at all",
+    "alike, deviate=False forbids it, or nothing compares such calls on GPUs. The collective stays as it is, fused in "
+    "another way or not at all",
     "let every rank compute the same from the communicated tensor, with the same asynctp, torch and options. If one "
     "rank looks at a tensor, let all take a copy. ASYNCTP_AGREE_S is how long ranks wait for one another",
 )

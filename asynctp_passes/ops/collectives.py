@@ -33,6 +33,7 @@ from asynctp_passes.ops.registration import register
 
 __all__ = ["OPS", "all_gather", "all_reduce", "reduce_scatter"]
 
+ALL_REDUCE_OPS = (*REDUCE_OPS, "max", "min")
 OPS = {
     "all_gather": "(Tensor shard, int group_size, Any group_name, *, bool copy=True, bool all_keep=True) -> Tensor",
     "reduce_scatter": "(Tensor whole, str reduce_op, int group_size, Any group_name, *, bool copy=True) -> Tensor",
@@ -86,7 +87,7 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
 def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any) -> Tensor:
     def check() -> None:
         group_and_size(group_name)
-        _check_reduction("all_reduce", reduce_op)
+        _check_reduction("all_reduce", reduce_op, ALL_REDUCE_OPS)
 
     cuda = overlapped(tensor)
     if (run := getattr(cuda, "run_bulk_all_reduce", None)) is not None:
@@ -118,13 +119,13 @@ def _check_dims(op: str, tensor: Tensor) -> None:
         raise ValueError(f"asynctp {op}: a tensor without dimensions cannot be split over ranks; unsqueeze(0) it first")
 
 
-def _check_reduction(op: str, reduce_op: str) -> None:
-    if reduce_op not in REDUCE_OPS:
-        raise ValueError(f"asynctp {op}: reduce_op={reduce_op!r} is not valid; it must be one of {REDUCE_OPS}")
+def _check_reduction(op: str, reduce_op: str, known: tuple[str, ...]) -> None:
+    if reduce_op not in known:
+        raise ValueError(f"asynctp {op}: reduce_op={reduce_op!r} is not valid; it must be one of {known}")
 
 
 def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
-    _check_reduction("reduce_scatter", reduce_op)
+    _check_reduction("reduce_scatter", reduce_op, REDUCE_OPS)
     if whole.shape[0] % group_size:
         raise ValueError(
             f"asynctp reduce_scatter: {whole.shape[0]} rows do not divide by {group_size} ranks; pad dim 0"
@@ -216,12 +217,14 @@ def reduce_scatter(whole: Tensor, *, group: Any, reduce_op: str = "sum") -> Tens
 
 
 def all_reduce(tensor: Tensor, *, group: Any, reduce_op: str = "sum") -> Tensor:
-    """The ranks' sum or average, while the SMs compute. Asynchronous: see the module.
+    """The ranks' sum or average, or each element's maximum or minimum. Asynchronous: see the module.
+
+    On CUDA a number goes before NaN in a maximum, as with NCCL. One of more than 256 KiB, or of fp8, is NCCL's.
 
     Args:
         tensor: Of the same shape on all ranks.
         group: As for `all_gather`.
-        reduce_op: "sum" or "avg".
+        reduce_op: "sum", "avg", "max" or "min".
 
     Returns:
         A contiguous tensor, to be completed by `torch.ops._c10d_functional.wait_tensor`.

@@ -34,19 +34,12 @@ from asynctp_passes.matching.chains import Bucket, Decision, fused_chains
 from asynctp_passes.matching.collapsed import collapsed
 from asynctp_passes.matching.near_miss import transparent
 from asynctp_passes.planning.cost_model import bytes_of
-from asynctp_passes.planning.legality import Context
+from asynctp_passes.planning.legality import EXTREMES, SMALL_BYTES, Context
 from asynctp_passes.planning.overlap import order_beside
 
-__all__ = ["SMALL_BYTES", "find_buckets"]
-
-SMALL_BYTES = 256 * 1024
-"""An all-reduce of more bytes is left alone: its time is bandwidth, and the copy into one buffer would cost more."""
+__all__ = ["find_buckets"]
 
 _GROUP_OF_MESH = "_dtensor.mesh_get_process_group.default"
-_EXACT = ("max", "min")
-"""Reductions that give the same bits in any order of ranks. A sum's rounding depends on the backend's order, and that
-on where in the buffer an element lies."""
-
 Key = tuple[object, ...]
 
 
@@ -57,12 +50,15 @@ class _Set:
     after: float
     before: float
     members: list[Collective] = field(default_factory=list)
+    bytes: int = 0
 
 
 def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket]:
     """The sets of two or more small all-reduces that become one each, in the order of their windows.
 
-    Members of a set have one group, reduction (max or min), dtype, device and stretch between in-place operations.
+    Members of a set have one group, reduction (max or min), dtype, device and stretch between in-place operations. All
+    together have `SMALL_BYTES` at most. Those reductions give the same bits in any order of ranks. A sum's rounding
+    depends on the backend's order, and that on where in the buffer an element lies.
 
     Args:
         decisions: What becomes of every collective; fused chains count as one step each.
@@ -78,12 +74,14 @@ def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket
     for node in sorted(windows, key=lambda node: (windows[node][1], place[node])):
         after, before = windows[node]
         ours = sets.setdefault(_key(candidates[node], context), [])
-        chosen = next((one for one in ours if after < one.before), None)
+        size = bytes_of(candidates[node].input) or 0
+        chosen = next((one for one in ours if after < one.before and one.bytes + size <= SMALL_BYTES), None)
         if chosen is None:
             chosen = _Set(after, before)
             ours.append(chosen)
         chosen.after = max(chosen.after, after)
         chosen.members.append(candidates[node])
+        chosen.bytes += size
     found = sorted((one for ours in sets.values() for one in ours), key=lambda one: one.before)
     return [_bucket(one, steps, place) for one in found if len(one.members) > 1]
 
@@ -103,7 +101,9 @@ def _eligible(decision: Decision, context: Context) -> bool:
         return False
     if decision.refusal.reason is reasons.RESULT_DROPPED:
         return False
-    if collective.reduce_op not in _EXACT or not context.config.enrolls(collective.group_key):
+    if collective.reduce_op not in EXTREMES or not context.config.enrolls(collective.group_key):
+        return False
+    if not context.compares(collective):
         return False
     size, result = bytes_of(collective.input), tensor_of(collective.node)
     if size is None or result is None or not compat.is_contiguous(result):

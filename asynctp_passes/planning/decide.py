@@ -22,18 +22,22 @@ from asynctp_passes.reasons import Refusal
 __all__ = ["allowed", "decide", "decide_graph", "unused_collectives"]
 
 
-def decide_graph(graph: fx.Graph, config: Config, verdict: Verdict | None = None) -> tuple[list[Decision], Context]:
+def decide_graph(
+    graph: fx.Graph, config: Config, verdict: Verdict | None = None, left: frozenset[str] = frozenset()
+) -> tuple[list[Decision], Context]:
     """One decision per collective of a graph, in order, and what they were made with.
 
     Args:
         graph: The graph.
         config: The configuration.
         verdict: What the ranks said to the deviations that the decisions without it have.
+        left: As in `Context`.
     """
     collectives = read_collectives(graph)
     unused = unused_collectives(graph, collectives, config)
     sizes = read_sizes(graph, collectives, erased=unused)
-    context = Context(graph, sizes, config, segments(graph), unused, words=Words(collectives), verdict=verdict)
+    words = Words(collectives)
+    context = Context(graph, sizes, config, segments(graph), unused, left=left, words=words, verdict=verdict)
     context = replace(context, unused=_dropped_everywhere(collectives, context))
     candidates = find(graph, collectives, context.sizes, lambda candidate: allowed(candidate, context))
     return decide(candidates, context), context
@@ -71,7 +75,7 @@ def _dropped_everywhere(collectives: Sequence[Collective], context: Context) -> 
     """Those of the unused collectives that all ranks of their group leave out."""
     groups: dict[str, list[Collective]] = {}
     for one in collectives:
-        if one.node in context.unused:
+        if one.node in context.unused and context.compares(one):
             groups.setdefault(one.group_key, []).append(one)
     gone = (found for group, found in groups.items() if not context.refused(group, context.words.of_dropped(found)))
     return frozenset(one.node for found in gone for one in found)

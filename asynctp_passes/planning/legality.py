@@ -24,10 +24,12 @@ from asynctp_passes.reasons import Refusal
 __all__ = [
     "CHECKS",
     "CONTRACTION_LIMIT",
+    "SMALL_BYTES",
     "Check",
     "Context",
     "Verdict",
     "can_be_alone",
+    "compares_calls",
     "groups_of_parameters",
     "groups_on_wire",
     "is_named_for_data",
@@ -44,6 +46,18 @@ _OUT_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 _DEVICES = {"cuda", "cpu"}
 CONTRACTION_LIMIT = 64 << 20
 """Bytes over all ranks that kernels gather along the contraction or scatter by columns: their `DIRECT_LIMIT`."""
+SMALL_BYTES = 256 << 10
+"""Bytes up to which all-reduces of a maximum or minimum go by asynctp's transport: their `EXTREME_BYTES`.
+
+One of more is left alone also when small ones become one: its time is bandwidth, and a copy would cost more.
+"""
+EXTREMES = ("max", "min")
+_EXTREME_DTYPES = {
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+_INT32_LIMIT = (1 << 31) - (1 << 16)
+"""Bytes from which torch has a call of a rank: what kernels count in."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +72,7 @@ class Context:
         unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
         tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`), as far as candidates have told;
             others move parameters and their gradients.
+        left: Groups whose collectives all ranks leave to torch (`Plan.plain`).
         words: What the graph's deviations are called.
         verdict: What the ranks said to deviations, or None before they were asked, when all is allowed.
     """
@@ -68,14 +83,28 @@ class Context:
     segments: dict[fx.Node, int]
     unused: frozenset[fx.Node]
     tensor_parallel: frozenset[str] = frozenset()
+    left: frozenset[str] = frozenset()
     words: Words = field(default_factory=lambda: Words(()))
     verdict: Verdict | None = None
 
-    def refused(self, group: str, text: str) -> str | None:
-        """Why a deviation may not be done; None for one that all ranks of the group do, or before they were asked."""
+    def refused(self, group: str, text: str, *collectives: Collective) -> str | None:
+        """Why a deviation may not be done; None for one that all ranks of the group do, or before they were asked.
+
+        collectives: Those of the program that become others.
+        """
+        blind = next((one for one in collectives if not self.compares(one)), None)
+        if blind is not None:
+            told = f"{blind.kind}({blind.reduce_op})" if blind.reduce_op else blind.kind
+            return f"{text}: nothing compares ranks' calls of {told} of {describe(blind.input)} on GPUs"
         if self.verdict is None:
             return None
         return self.verdict.get((group, text), f"{text}: it became possible only when others were refused")
+
+    def compares(self, collective: Collective) -> bool:
+        """Whether an unlike call of a peer would be found: only such a collective may become another one."""
+        if collective.group_key in self.left and on_wire(collective) and collective.reduce_op not in EXTREMES:
+            return False
+        return compares_calls(collective, self.config)
 
 
 Check = Callable[[Candidate, Context], Refusal | None]
@@ -115,10 +144,14 @@ def groups_on_wire(candidates: Sequence[Candidate], config: Config) -> frozenset
 
     With `groups="auto"` these are all but those that are named for data parallelism. Ranks share both.
     """
-    seen = {one.collective.group_key: one for one in candidates}
+    return frozenset(one.collective.group_key for one in candidates if _goes_by_wire(one.collective, config))
+
+
+def _goes_by_wire(collective: Collective, config: Config) -> bool:
+    """True for one of a group whose collectives are asynctp's."""
     if config.groups != "auto":
-        return frozenset(group for group in seen if group in config.groups)
-    return frozenset(group for group, one in seen.items() if not is_named_for_data(one))
+        return collective.group_key in config.groups
+    return not _is_of_data(collective)
 
 
 def groups_of_parameters(candidates: Sequence[Candidate], config: Config) -> frozenset[str]:
@@ -129,16 +162,40 @@ def groups_of_parameters(candidates: Sequence[Candidate], config: Config) -> fro
     return frozenset(data - {one.collective.group_key for one in candidates if is_tensor_parallel(one)})
 
 
-def can_be_alone(candidate: Candidate) -> bool:
-    """True for a gather or sum that asynctp's ops without a matmul stand for."""
-    collective, value = candidate.collective, tensor_of(candidate.collective.node)
+def can_be_alone(collective: Collective) -> bool:
+    """True for a gather, a sum, or an all-reduce of a maximum, that asynctp's ops without a matmul stand for."""
+    value = tensor_of(collective.node)
     reduces = collective.kind in ("reduce_scatter", "all_reduce")
     if value is None or collective.group_size == 1 or not (reduces or collective.kind == "all_gather"):
         return False
     if mutates(collective.node) or tensor_of(collective.input) is None or (value.dim() == 0 and not reduces):
         return False
     known = compat.is_contiguous(value) or compat.axes_by_stride(value) is not None
-    return known and (not reduces or collective.reduce_op in ("sum", "avg")) and collective.kind != "other"
+    sums = ("sum", "avg", *EXTREMES) if collective.kind == "all_reduce" else ("sum", "avg")
+    return known and (not reduces or collective.reduce_op in sums)
+
+
+def compares_calls(collective: Collective, config: Config) -> bool:
+    """True where an unlike call of a peer would be found. Elsewhere ranks do as the program does.
+
+    On CPUs ranks meet before they deviate. On GPUs a call's signature travels with it, by asynctp's transport. Torch's
+    own collectives compare nothing, and have what kernels do not take (`asynctp_kernels.cuda.choose.wire`): groups that
+    are left to torch, other dtypes and reductions, large maxima, and what does not fit.
+    """
+    if not on_wire(collective) or collective.group_size == 1:
+        return True
+    if not (_goes_by_wire(collective, config) and can_be_alone(collective)):
+        return False
+    kind, dtype, ranks = collective.kind, value_of(collective.source).dtype, collective.group_size or 1
+    own = bytes_of(collective.input)
+    if kind == "all_gather":
+        return own is None or 0 < own < _INT32_LIMIT
+    if collective.reduce_op in EXTREMES:
+        return own is not None and 0 < own <= SMALL_BYTES and dtype in _EXTREME_DTYPES
+    if dtype not in _OUT_DTYPES:
+        return False
+    limit = CONTRACTION_LIMIT // 2 if kind == "all_reduce" else CONTRACTION_LIMIT
+    return own is None or (0 < own < _INT32_LIMIT * ranks and (own % (16 * ranks) == 0 or own <= limit))
 
 
 def on_wire(collective: Collective) -> bool:
@@ -152,7 +209,11 @@ _DATA_PARALLEL = frozenset({"dp", "ddp", "fsdp", "hsdp", "data", "replicate"})
 
 def is_named_for_data(candidate: Candidate) -> bool:
     """True when a word in the name of the group's mesh dimension (`dp_shard`) stands for data parallelism."""
-    return not _DATA_PARALLEL.isdisjoint(re.split(r"[^a-z]+", candidate.collective.mesh_dim.lower()))
+    return _is_of_data(candidate.collective)
+
+
+def _is_of_data(collective: Collective) -> bool:
+    return not _DATA_PARALLEL.isdisjoint(re.split(r"[^a-z]+", collective.mesh_dim.lower()))
 
 
 def is_tensor_parallel(candidate: Candidate) -> bool:
@@ -343,10 +404,12 @@ def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
 
 
 def ranks_alike(candidate: Candidate, context: Context) -> Refusal | None:
-    """Deviations are done on all ranks of the group, or on none."""
-    group = candidate.collective.group_key
-    for text in context.words.of_chain(candidate.chain) if context.verdict is not None else ():
-        if (facts := context.refused(group, text)) is not None:
+    """Deviations are done on all ranks of the group, or on none; none is done where nothing compares their calls."""
+    chain = candidate.chain
+    if chain is None or (context.verdict is None and all(map(context.compares, chain.collectives))):
+        return None
+    for text in context.words.of_chain(chain):
+        if (facts := context.refused(candidate.collective.group_key, text, *chain.collectives)) is not None:
             return Refusal(reasons.RANKS_DIFFER, facts)
     return None
 

@@ -19,6 +19,7 @@ from asynctp_passes.planning.bucketing import find_buckets
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import Words, communicated
 from asynctp_passes.planning.legality import (
+    EXTREMES,
     Context,
     Verdict,
     can_be_alone,
@@ -67,9 +68,18 @@ class Plan:
 
     @functools.cached_property
     def movable(self) -> frozenset[str]:
-        """The groups that could use asynctp's transport, and have a collective for which it has an op."""
-        found = {one.collective.group_key for one in self.candidates if on_wire(one.collective) and can_be_alone(one)}
-        return self._own_transport & found
+        """The groups that could use asynctp's transport, and have a gather or sum for which it has an op."""
+        collectives = (one.collective for one in self.candidates if one.collective.reduce_op not in EXTREMES)
+        return self._own_transport & {one.group_key for one in collectives if on_wire(one) and can_be_alone(one)}
+
+    def is_own(self, collective: Collective) -> bool:
+        """True for one that goes by asynctp's own transport, on devices that have it.
+
+        Maxima do so too in a group that is left to torch, whose collectives are of parameters. They are small, and a
+        bucket of them is no call of its peers that have none.
+        """
+        groups = self._own_transport if collective.reduce_op in EXTREMES else self.wire
+        return collective.group_key in groups
 
     @functools.cached_property
     def _own_transport(self) -> frozenset[str]:
@@ -114,8 +124,9 @@ class Plan:
 
     def _goes_alone(self, candidate: Candidate) -> bool:
         """True for a collective that goes by it, and for a tensor of a list: a peer may multiply that one."""
-        own, collective = can_be_alone(candidate), candidate.collective
-        return own and collective.group_key in self.wire and (collective.call is not None or on_wire(collective))
+        collective = candidate.collective
+        moves = on_wire(collective) or (collective.call is not None and collective.reduce_op not in EXTREMES)
+        return moves and self.is_own(collective) and can_be_alone(collective)
 
     @functools.cached_property
     def chains(self) -> list[Chain]:
@@ -177,7 +188,11 @@ def outcome_of(decision: Decision) -> Outcome:
 
 
 def planned(
-    graph: fx.Graph, config: Config, agreed: Set[tuple[str, str]] = frozenset(), verdict: Verdict | None = None
+    graph: fx.Graph,
+    config: Config,
+    agreed: Set[tuple[str, str]] = frozenset(),
+    verdict: Verdict | None = None,
+    left: frozenset[str] = frozenset(),
 ) -> Plan:
     """Plan a graph.
 
@@ -186,13 +201,17 @@ def planned(
         config: The configuration.
         agreed: The deviations, by group and text, on which all ranks have agreed in earlier graphs.
         verdict: What the ranks said to deviations; None before they were asked, when all are planned.
+        left: Groups that are known to be left to torch, whose collectives nothing compares on GPUs.
     """
-    found, context = decide_graph(graph, config, verdict)
+    found, context = decide_graph(graph, config, verdict, left)
     decisions = plan_overlap(graph, found)
     buckets = find_buckets(decisions, context)
     told = ((bucket, context.words.of_bucket(bucket)) for bucket in buckets)
     alike = [bucket for bucket, text in told if context.refused(bucket.collective.group_key, text) is None]
     plan = _following(Plan(decisions, context, alike), agreed)
+    dropped = {one.group_key for one in plan.dropped if on_wire(one) and one.reduce_op not in EXTREMES}
+    if blind := dropped & (plan.plain - left):
+        return planned(graph, config, agreed, verdict, left | blind)
     shown = [
         before if after.overlaps_with and after.candidate.collective.group_key in plan.plain else after
         for before, after in zip(found, decisions, strict=True)

@@ -73,7 +73,7 @@ def _emit(build: Builder, collective: Collective) -> None:
     if collective.call is None and torchs and value is not None and compat.is_contiguous(value):
         leave_sms(collective, state.is_kept(collective))
         return
-    ours = collective.group_key in state.plan.wire and on_wire(collective)
+    ours = state.plan.is_own(collective) and on_wire(collective)
     kept = keep_option(collective, state.is_kept(collective)) if ours else {}
     op = (IN_FLIGHT if ours else _TORCHS)[collective.kind]
     done = build.call(_c10d.wait_tensor.default, build.call(op, *_started_with(build, collective), **kept))

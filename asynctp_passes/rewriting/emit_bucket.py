@@ -1,4 +1,4 @@
-"""Make one all-reduce of several.
+"""Make one all-reduce of several: asynctp's own, where the group's collectives are.
 
 (x → all_reduce → wait)+                      becomes   x+ → cat → all_reduce → wait → split → clone+
 """
@@ -17,8 +17,10 @@ from asynctp_passes.ir.collectives import WAIT
 from asynctp_passes.ir.nodes import op_name, value_of
 from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Bucket
+from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.rewriting.builder import Builder, RewriteState
 from asynctp_passes.rewriting.cleanup import erase_unused
+from asynctp_passes.rewriting.emit_alone import IN_FLIGHT
 
 __all__ = ["emit_bucket"]
 
@@ -42,7 +44,9 @@ def emit_bucket(state: RewriteState, bucket: Bucket, front: fx.Node) -> fx.Node:
     lengths = [math.prod(value.shape) for value in values]
     flat = [build.reshape(build.now(node), (length,)) for node, length in zip(bucket.inputs, lengths, strict=True)]
     joined, first = build.call(_aten.cat.default, flat), bucket.collective
-    total = build.call(_c10d.all_reduce.default, joined, first.reduce_op, first.group, computes=_like_first)
+    ours = state.plan.is_own(first) and on_wire(first)
+    op = IN_FLIGHT["all_reduce"] if ours else _c10d.all_reduce.default
+    total = build.call(op, joined, first.reduce_op, first.group, computes=_like_first)
     done = build.call(_c10d.wait_tensor.default, total, computes=_like_first)
     pieces = build.call(_aten.split_with_sizes.default, done, lengths)
     for index, (member, value) in enumerate(zip(bucket.members, values, strict=True)):

@@ -292,6 +292,10 @@ def bulk_cases() -> Iterator[Bulk]:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             yield Bulk("scatter", shape, dtype)
     yield Bulk("scatter", (4096, 512), reduce_op="avg")
+    for shape in ((256, 256), (3, 5, 7), (1,)):
+        for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int64):
+            yield Bulk("all_reduce", shape, dtype, "max")
+    yield Bulk("all_reduce", (256, 1024), reduce_op="min")  # NCCL's
 
 
 @dataclass(frozen=True)
@@ -541,13 +545,13 @@ def run_bulk(case: Bulk, beside: str) -> dict[str, object]:
 
     def call_both() -> list[Tensor]:
         ops = torch.ops.asynctp
-        gathers = case.op == "gather"
         with cuda.forced("direct" if beside == "direct" else "fused"):
-            flying = (
-                ops.all_gather(x, size, group, all_keep=case.kept)
-                if gathers
-                else ops.reduce_scatter(x, case.reduce_op, size, group)
-            )
+            if case.op == "gather":
+                flying = ops.all_gather(x, size, group, all_keep=case.kept)
+            elif case.op == "scatter":
+                flying = ops.reduce_scatter(x, case.reduce_op, size, group)
+            else:
+                flying = ops.all_reduce(x, case.reduce_op, group)
         with cuda.forced(beside):
             outs = call(other, data)
         return [torch.ops._c10d_functional.wait_tensor(flying), *outs]
@@ -559,10 +563,13 @@ def run_bulk(case: Bulk, beside: str) -> dict[str, object]:
             for one in gathered(x.unsqueeze(0), 0):
                 total += one.double()
             wanted = total.chunk(size)[rank()] / (size if case.reduce_op == "avg" else 1)
+        elif case.op == "all_reduce":
+            every = gathered(x.unsqueeze(0), 0).double()
+            wanted = every.amax(0) if case.reduce_op == "max" else every.amin(0)
         if outs[0].shape != wanted.shape or outs[0].dtype != case.dtype:
             return float("inf")
         error = ((outs[0].double() - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
-        mine = float("inf") if case.op == "gather" and error else error / TOLERANCE.get(case.dtype, 1.0)
+        mine = float("inf") if case.op != "scatter" and error else error / TOLERANCE.get(case.dtype, 1.0)
         value = torch.tensor(mine, device=device(), dtype=torch.float64)
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return max(value.item(), worst(other, outs[1:], expected(other, data)) / TOLERANCE[other.out_dtype] / 2)

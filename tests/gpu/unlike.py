@@ -691,6 +691,14 @@ FAULTS = [
     Fault("large all_reduce direct", "all_reduce direct", captured=True),
     Fault("large all_reduce direct", "gather fused"),
     Fault("huge gather fused", "gather fused", grows=True),
+    Fault("maximum direct"),
+    Fault("maximum direct", captured=True),
+    Fault("maximum direct", "minimum direct"),
+    Fault("maximum direct", "long maximum direct"),  # as of several that only one rank has made one
+    Fault("maximum direct", "long maximum direct", captured=True),
+    Fault("maximum direct", "gather direct"),
+    Fault("gather fused", "maximum direct"),
+    Fault("all_reduce direct", "maximum direct"),
 ]
 
 
@@ -715,6 +723,10 @@ def made(what: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
             whole = torch.full((rows * size, UNIT), rank() + 1.0, dtype=BF16, device=device())
             wanted = torch.full_like(whole, size * (size + 1) / 2)
             return ops.matmul_all_reduce([whole], [b], [None], "sum", name), wanted
+        if kind in ("maximum", "minimum"):
+            whole = torch.full((rows, UNIT), rank() + 1.0, dtype=BF16, device=device())
+            wanted = torch.full_like(whole, size if kind == "maximum" else 1)
+            return wait(ops.all_reduce(whole, kind[:3], name)), wanted
         dtype = FP32 if "wide" in what else BF16
         whole = torch.full((rows * size, UNIT), rank() + 1.0, dtype=BF16, device=device())
         wanted = torch.full((rows, UNIT), size * (size + 1) / 2, dtype=dtype, device=device())
@@ -789,7 +801,8 @@ def check_fault(
     right.append(judged(functools.partial(made, fault.call, group)))
     well = right == [("", 0, 0)] * len(right) and wrong == 0
     if not last or fault.other:
-        told = {"gather": "all_gather", "scatter": "reduce_scatter", "all_reduce": "all_reduce"}
+        told = {"gather": "all_gather", "scatter": "reduce_scatter", "all_reduce": "all_reduce",
+                "maximum": "all_reduce", "minimum": "all_reduce"}  # fmt: skip
         kinds = [told[what.split()[-2]] for what in (fault.call, fault.other) if what and not fault.grows]
         named = " waited " if fault.grows else "unlike calls have met" if fault.other else f"of rank {world() - 1}"
         more = 10 if fault.grows else 5  # the rank that waits for memory takes a peer's word only after a while

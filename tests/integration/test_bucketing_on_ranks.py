@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from interpreter import interpreter_fault
 from ranks import run_ranks
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 import asynctp_passes
+from asynctp_passes.planning.legality import SMALL_BYTES
 
 
 # --- on ranks ----------------------------------------------------------------------------------------------
@@ -57,6 +61,43 @@ def two_layers(rank: int, world_size: int) -> list[dict[str, Any]]:
         outcomes.append({"values": [value.detach() for value in values], "reports": asynctp_passes.reports()})
     outcomes.append({"groups": (rows, columns)})
     return outcomes
+
+
+def limited(rank: int, world_size: int) -> tuple[bool, list[int], list[str]]:
+    """Two maxima fit into one all-reduce, and the third does not: results are eager's; bytes, and the ops that run."""
+    torch._inductor.config.fallback_by_default = True  # minutes of the C++ compiler
+    torch.manual_seed(rank)
+    group, sizes = dist.group.WORLD, (3, SMALL_BYTES // 4 - 3, 2)
+
+    def program(*values: Tensor) -> list[Tensor]:
+        return [funcol.all_reduce(value.abs(), "max", group) for value in values]
+
+    values = [torch.randn(size) for size in sizes]
+    values[0][rank] = torch.nan  # gloo lets a NaN go or stay, by the order of ranks
+    compiled = torch.compile(program, backend="asynctp", fullgraph=True, options={"log": False})
+    found, (code,) = run_and_get_code(compiled, *values)
+    (report,) = asynctp_passes.reports()
+    same = all(torch.equal(a, b) for a, b in zip(found[1:], program(*values)[1:], strict=True))
+    ran = re.findall(r"= torch\.ops\.(\w+\.all_reduce)", code)
+    same &= ran[0].startswith("_c10d") or not found[0].isnan().any().item()
+    return same, [entry.bytes for entry in report.buckets], ran
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("implementation", ["reference", "interpreted"])
+def test_a_bucket_has_a_limit_and_goes_as_the_groups_collectives_do(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = implementation == "interpreted"
+    if own:
+        if fault := interpreter_fault():
+            pytest.skip(fault)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("ASYNCTP_CPU_IMPLEMENTATION", implementation)
+    monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "90")
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    op = "asynctp.all_reduce" if own else "_c10d_functional.all_reduce"
+    assert run_ranks(2, limited) == [(True, [SMALL_BYTES], [op, op])] * 2
 
 
 @pytest.mark.ranks

@@ -638,6 +638,19 @@ def test_push_gather_kernel(world: int, outer: bool, tmp_path: Path) -> None:
     assert votes(kernel.ptx)
 
 
+@pytest.mark.parametrize("world", [2, 8])
+def test_push_gather_kernel_of_a_maximum(world: int, tmp_path: Path) -> None:
+    """All words are awaited before anything of the result is stored."""
+    with machine(world=world) as here:
+        call = collectives.gather_call(tensor(1, 4096), None, world, False, "max")
+        direct.DirectGather(call, here.memory)
+        kernel = compiled(here.prepared[-1], tmp_path)
+    check_small(kernel)
+    check_posts(kernel.ptx, world - 1)
+    assert len(acquires(kernel.ptx)) >= world - 1
+    assert votes(kernel.ptx)
+
+
 @pytest.mark.parametrize(("world", "where"), [(2, "rows"), (4, "outer"), (4, "columns"), (8, "rows"), (4, "converted")])
 def test_push_reduce_kernel(world: int, where: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {

@@ -122,6 +122,15 @@ SESSIONS: dict[str, Session] = {
     ),
     "direct all reduce of 4": Session(4, (scatter("direct", kind="all reduce", rows=(96,), n=56), scatter("direct"))),
     "whole all reduce": Session(3, (move("all reduce"), move("all reduce", "direct", shape=(7, 5)))),
+    "maxima": Session(
+        3,
+        (move("all reduce", "direct", shape=(7, 5), reduce_op="max"), move("all reduce", "direct", reduce_op="min")),
+        3,
+    ),
+    "maxima of 4, captured": Session(
+        4, (move("all reduce", "direct", shape=(3,), reduce_op="max"), gather("direct")), captured=True
+    ),
+    "recorded maxima": Session(2, (move("all reduce", "direct", reduce_op="max"),), 6, records=True),
     "unlike all reduces": Session(
         3,
         (
@@ -570,6 +579,7 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "sums that are not told": ("all reduce", scripted(scatters, "summed_script", lambda steps: [])),
     "a row of two parts made with the second": ("decomposed all reduce", replaced(decomposed, "part_rows", made_late)),
     "direct gather at once": ("direct gather", heedless("push_gather_kernel")),
+    "maximum at once": ("maxima", heedless("push_gather_kernel")),
     "direct scatter at once": ("direct scatter", heedless("push_reduce_kernel")),
     "direct all-reduce at once": ("direct all reduce", heedless("push_all_reduce_kernel", 0, 1)),
     "sums of a direct all-reduce at once": ("direct all reduce of 3", heedless("push_all_reduce_kernel", 2)),

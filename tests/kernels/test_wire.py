@@ -21,6 +21,8 @@ from asynctp_kernels.cuda.choose.wire import (
     DIRECT_BYTES,
     DIRECT_LIMIT,
     DIRECT_SIGNATURES,
+    EXTREME_BYTES,
+    EXTREME_DTYPES,
     INT32_LIMIT,
     PLAIN,
     PULL,
@@ -64,6 +66,34 @@ def test_an_all_reduce_is_direct_until_it_is_long(world: int) -> None:
     for size in (ALL_REDUCE_BYTES, 1 << 30):
         assert wire("all_reduce", size // (world * 16) * world * 16 + world * 16, world).transport() == PUSH
         assert wire("all_reduce", size // (world * 16) * world * 16 + world * 16 + 2, world).transport() == PLAIN
+
+
+@pytest.mark.parametrize("forced", [None, *IMPLEMENTATIONS, WHOLE])
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_a_maximum_is_direct_while_it_is_small(world: int, forced: str | None) -> None:
+    """Of any number of bytes, whatever implementation ranks ask for but NCCL."""
+    expected = PLAIN if forced == "sequential" else DIRECT
+    for dtype, how in itertools.product(EXTREME_DTYPES, ("max", "min")):
+        for size in (1, 3, 16, 4096, EXTREME_BYTES):
+            assert Wire("all_reduce", world, size, dtype, how).transport(forced) == expected
+        for size in (0, EXTREME_BYTES + 1, 1 << 30):
+            assert Wire("all_reduce", world, size, dtype, how).transport(forced) == PLAIN
+    for dtype in (FP8, torch.float8_e5m2, torch.int16, torch.complex64):
+        assert Wire("all_reduce", world, 64, dtype, "max").transport(forced) == PLAIN
+
+
+def test_a_maximum_is_like_no_other_call() -> None:
+    """On the wire it is a gather of as many bytes, but its signature is its own."""
+    call = collectives.gather_call(empty(1, 6, dtype=FP32), None, 4, False, "max")
+    assert call.wire == Wire("all_reduce", 4, 24, FP32, "max")
+    assert call.wire.told == "all_reduce (24 bytes a rank of float32, max)"
+    others = [
+        collectives.gather_call(empty(1, 6, dtype=FP32), None, 4, False).wire,
+        collectives.scatter_call(empty(1, 6, dtype=FP32), "sum", 4, "all_reduce").wire,
+        *(replace(call.wire, **other) for other in ({"reduce_op": "min"}, {"bytes": 48}, {"dtype": torch.int32})),
+    ]
+    signatures = {each.signature(DIRECT) for each in (call.wire, *others)}
+    assert len(signatures) == 6
 
 
 def test_shots_of_an_all_reduce() -> None:
@@ -177,7 +207,7 @@ SHARED = st.builds(
         if kind == "all_gather" else Wire(kind, world, size, dtype, op, skipped=skipped)
     ),
     st.sampled_from(KINDS), st.integers(2, 8), st.integers(0, 1 << 33),
-    st.sampled_from([BF16, torch.float16, FP32, torch.float64]), st.sampled_from(["sum", "avg"]),
+    st.sampled_from([BF16, torch.float16, FP32, torch.float64]), st.sampled_from(["sum", "avg", "max", "min"]),
     st.integers(0, 1 << 20), st.booleans(), st.integers(0, 3),
 )  # fmt: skip
 

@@ -424,10 +424,14 @@ def push_gather_program(call: Call, program: int) -> Steps:
     for peer in pushed:
         int64(pads[peer] + (call.rank * call.MAX_PROGRAMS + program) * 8).value = word_of(call, epoch)
         yield None
+    together = True
+    for src in _others(call, 1) if call.TOGETHER else ():
+        together &= yield from data_came(call, pads[call.rank], program, epoch, src)
     for src in (call.rank, *_others(call, 1)):
-        source, number_source, came = shard, numbers, True
+        source, number_source, came = shard, numbers, together
         if src != call.rank:
-            came = yield from data_came(call, pads[call.rank], program, epoch, src)
+            if not call.TOGETHER:
+                came = yield from data_came(call, pads[call.rank], program, epoch, src)
             landing = landings[call.rank] + src * call.part_bytes
             source = at(landing, (call.size,), unit)
             number_source = at(landing + call.scales_offset, (call.numbers,), torch.float32)

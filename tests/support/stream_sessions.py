@@ -66,7 +66,10 @@ def bulk(
 
 
 def move(kind: str, way: str = "whole", stream: int = MAIN, group: int = 0, **options: Any) -> Op:
-    """The same of a product that is made elsewhere (`cuda.Mover`). numbers: how many travel with a shard."""
+    """The same of a product that is made elsewhere (`cuda.Mover`).
+
+    numbers: how many travel with a shard. reduce_op: of an all-reduce.
+    """
     return replace(bulk(kind, 0, stream, stream, group, way, **options), kind=f"move {kind}")
 
 
@@ -134,6 +137,8 @@ def _scattered(each: Each, calls: Sequence[Any], rank: int) -> list[Tensor]:
     ]
     if isinstance(call, tuple) and of_rank(each, rank).kind == "move all reduce":
         parts = [part.view(call[0].shape) for part in parts]
+        if (fold := {"max": torch.amax, "min": torch.amin}.get(_reduce_op(of_rank(each, rank)))) is not None:
+            return [fold(torch.stack(parts), 0)]
         return [torch.cat([_sum(parts, peer) for peer in range(len(parts))]).to(call[0].dtype)]
     if isinstance(call, tuple):
         return [_sum([part.view(call[0].shape) for part in parts], rank).to(call[0].dtype)]
@@ -141,6 +146,11 @@ def _scattered(each: Each, calls: Sequence[Any], rank: int) -> list[Tensor]:
     of_ranks = range(call.world) if of_rank(each, rank).kind == "all reduce" else [rank]
     factor = 1 / call.world if call.reduce_op == "avg" else 1.0
     return [torch.cat([_sum(parts, peer, call.dim) * factor for peer in of_ranks]).to(result_dtype(call))]
+
+
+def _reduce_op(op: Op) -> str:
+    """Of a product that is made elsewhere."""
+    return str(dict(op.options).get("reduce_op", "sum"))
 
 
 def _sum(parts: Sequence[Tensor], rank: int, dim: int = 0) -> Tensor:
@@ -233,7 +243,7 @@ class Player:
             return [each for each in moved if each is not None]
         (given,) = operands
         if op.kind == "move all reduce":
-            total = cuda.Mover(group).all_reduce(given, "sum")
+            total = cuda.Mover(group).all_reduce(given, _reduce_op(op))
             assert total is not None
             return [total]
         part = cuda.Mover(group).scatter(given.view(self.world, -1, given.shape[-1]), "sum")

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from asynctp_passes import Report
-from asynctp_passes.planning.bucketing import SMALL_BYTES
+from asynctp_passes.planning.legality import SMALL_BYTES
 
 
 def all_reduce(b: GraphBuilder, x: Node, op: str = "max", group: str = "tp") -> Node:
@@ -375,6 +375,23 @@ def test_groups_that_are_not_enrolled_are_left_alone() -> None:
     b = GraphBuilder()
     graph = b.returns(*(all_reduce(b, b.input(f"x{i}", [4]), group=group) for i, group in enumerate("aabb")))
     assert sets_of(run_pass(graph, groups="b")) == [("all_reduce_2", "all_reduce_3")]
+
+
+def test_a_bucket_is_as_small_as_one_of_them_may_be() -> None:
+    """One that does not fit begins another set, and a later one that does still joins the first."""
+    half, elements = SMALL_BYTES // 8, SMALL_BYTES // 4
+    for sizes, wanted in {
+        (half, half, half, half, half): [[0, 1], [2, 3]],
+        (half, half + 1, half): [[0, 2]],
+        (elements, 1, 1): [[1, 2]],
+        (elements - 2, 1, 1, 1, 1): [[0, 1, 2], [3, 4]],
+    }.items():
+        b = GraphBuilder()
+        graph = b.returns(*(all_reduce(b, b.input(f"x{number}", [size])) for number, size in enumerate(sizes)))
+        names = [node.name for node in reduces(graph)]
+        report = run_pass(graph)
+        assert [[names.index(member) for member in members] for members in sets_of(report)] == wanted
+        assert all(entry.bytes <= SMALL_BYTES for entry in report.buckets)
 
 
 def test_dependent_ones_take_the_next() -> None:

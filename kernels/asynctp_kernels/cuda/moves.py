@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from asynctp_kernels.compat import register_wait
 from asynctp_kernels.cuda.choose import select
-from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN, PUSH
+from asynctp_kernels.cuda.choose.wire import DIRECT, EXTREMES, PLAIN, PUSH
 from asynctp_kernels.cuda.groups import in_step, memory_for
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
 from asynctp_kernels.cuda.plans.collectives import (
@@ -74,9 +75,25 @@ class Mover:
         return None if part is None else part.view(blocks.shape[1:])
 
     def all_reduce(self, partial: Tensor, reduce_op: str) -> Tensor | None:
-        """The sum of all ranks' tensors."""
+        """The sum of all ranks' tensors, their average, or each element's maximum or minimum."""
+        if reduce_op in EXTREMES:
+            return self._folded(partial, reduce_op)
         total = self._reduced(partial, 1, reduce_op, "all_reduce", DirectTotal, PushedTotal)
         return None if total is None else total.view(partial.shape)
+
+    def _folded(self, given: Tensor, reduce_op: str) -> Tensor | None:
+        """The maximum or minimum of all ranks' tensors: they are gathered, and each rank folds them alike."""
+        memory = memory_for(self.group, given.device)
+        if memory is None or given.numel() == 0:
+            return None
+        seen = given.view(1, -1)
+        call = gather_call(seen, None, self.world, False, reduce_op)
+        if call.wire.transport(select.requested()) == PLAIN:
+            return None
+        key = ("fold", reduce_op, *keys_of(seen))
+        plan = _planned(memory, key, lambda: DirectGather(call, memory))
+        (parts,) = in_step(memory, plan.run, seen, None, (), (), ())
+        return folded(parts, reduce_op).view(given.shape)
 
     def _reduced(
         self,
@@ -103,6 +120,20 @@ class Mover:
         bulk: Bulk = in_step(memory, _planned(memory, key, lambda: pushed(call, memory)).start_bulk, seen)
         _wait_for(bulk)
         return bulk.result
+
+
+def folded(parts: Tensor, reduce_op: str) -> Tensor:
+    """The largest elements of all rows [ranks, n], or the smallest: [n]. A NaN gives way to a number, as with NCCL.
+
+    Halves are folded into one another, so kernels are few. Those of an odd number share a row, which changes nothing.
+    """
+    floats = parts.dtype.is_floating_point
+    largest, smallest = (torch.fmax, torch.fmin) if floats else (torch.maximum, torch.minimum)
+    fold = largest if reduce_op == "max" else smallest
+    while (ranks := parts.shape[0]) > 1:
+        half = (ranks + 1) // 2
+        parts = fold(parts[:half], parts[ranks - half :])
+    return parts[0]
 
 
 def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T]) -> T:
@@ -180,7 +211,7 @@ def run_bulk_scatter(
 
 
 def run_bulk_all_reduce(tensor: Tensor, reduce_op: str, group: ProcessGroup, check: Check) -> Tensor | None:
-    """all_reduce(tensor), complete on the current stream; "sum" or "avg", in fp32. None: use NCCL.
+    """all_reduce(tensor), complete on the current stream; "sum" or "avg", in fp32, "max" or "min". None: use NCCL.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.

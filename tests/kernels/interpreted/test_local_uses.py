@@ -18,7 +18,12 @@ import torch.distributed as dist
 from internal_state import forget_internal_errors
 from ranks import run_ranks
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_reduce,
+    all_reduce_coalesced,
+    reduce_scatter_tensor,
+)
 
 RANKS = 2
 Layer = Callable[..., Any]
@@ -141,6 +146,18 @@ def transposed_and_dynamic_on_one_rank(rank: int) -> tuple[Layer, list[Tensor]]:
     return layer, [x]
 
 
+def scaled_by_maxima(rank: int) -> tuple[Layer, list[Tensor]]:
+    """They become one all-reduce on both ranks, after a list of them that becomes two."""
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        listed = all_reduce_coalesced([x.abs(), w.abs()], "max", dist.group.WORLD)
+        largest, least = (all_reduce(value.abs().max(), "max", dist.group.WORLD) for value in (x, w))
+        product = (x / largest) @ (w / least)
+        return product + listed[0].sum() + (listed[1].sum() if rank == 0 else 1.0)
+
+    return layer, [torch.randn(4, 16), torch.randn(16, 8)]
+
+
 def asynctp_fails_on_one_rank(rank: int) -> tuple[Layer, list[Tensor]]:
     def layer(x: Tensor, w: Tensor) -> Tensor:
         return gathered(x) @ w
@@ -162,6 +179,7 @@ PROGRAMS: dict[Callable[[int], tuple[Layer, list[Tensor]]], int] = {
     parameter_on_one_rank: 0,
     parameter_on_all_ranks: 0,
     transposed_and_dynamic_on_one_rank: 0,
+    scaled_by_maxima: 0,
     asynctp_fails_on_one_rank: 1,
 }
 """How many ranks fuse a chain."""

@@ -2,6 +2,7 @@
 
     gather      the bytes of each rank's shard                     → in rank order on every rank
     reduction   each rank's tensor, in its dtype and element order → a rank's part of the sum, or all of it
+    maximum     each rank's tensor, as it is gathered → the largest of each element, or the smallest
 
 Ranks share the collective: its kind, its bytes and dtype, and the group. They need not share anything else: what a rank
 multiplies by, how it views a tensor, whether it multiplies at all. So the transport is chosen here, of these facts
@@ -48,6 +49,15 @@ ONE_SHOT_BYTES, ONE_SHOT_EXTRA = 8 << 20, 3 << 18
 #: bytes of an all-reduce from which a scatter that overlaps, whose sums are shared then, is faster than `direct`.
 #: Source: `docs/results/2026-11-27-h100x4/all-reduce-shared.txt`: here both take as long
 ALL_REDUCE_BYTES = ALL_REDUCE_LIMIT
+#: reductions of which all ranks' tensors are gathered, and folded by each rank
+EXTREMES = ("max", "min")
+#: bytes of an all-reduce of these up to which it is `direct`. Ranks gather the whole of each other, so it is for few
+#: bytes; the pass makes one all-reduce of several (`planning.bucketing`) up to as many.
+EXTREME_BYTES = 256 << 10
+#: what both torch's NCCL and torch's elementwise ops find the larger of
+EXTREME_DTYPES = (
+    *SUMMED_DTYPES, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
 _SIGNATURES = 1 << 31
 DIRECT_SIGNATURES = 1 << 16  # `copy_kernels.SIGNATURES`
 
@@ -60,8 +70,8 @@ class Wire:
         kind: "all_gather", "reduce_scatter" or "all_reduce".
         world: Ranks of the group.
         bytes: Of one rank's shard, of its part of the sum, or of an all-reduce's sum.
-        dtype: Of what is summed; None of a gather, which only moves bytes.
-        reduce_op: "sum" or "avg"; "" of a gather.
+        dtype: Of what is reduced; None of a gather, which only moves bytes.
+        reduce_op: "sum" or "avg", of an all-reduce also "max" or "min"; "" of a gather.
         number_bytes: Of the float32 numbers that travel with a shard.
         kept: Of a gather that every rank keeps.
         skipped: Calls of the group that this rank has left out, since they ended with an error.
@@ -84,6 +94,9 @@ class Wire:
     def _transport(self, forced: str | None) -> str:
         whole, limit = self.whole, ALL_REDUCE_LIMIT if self.kind == "all_reduce" else DIRECT_LIMIT
         sums = self.dtype is not None
+        if self.reduce_op in EXTREMES:
+            folds = 0 < whole <= EXTREME_BYTES and self.dtype in EXTREME_DTYPES
+            return DIRECT if folds and forced != "sequential" else PLAIN
         if whole == 0 or whole // self.world >= INT32_LIMIT or (sums and self.dtype not in SUMMED_DTYPES):
             return PLAIN
         fits, even = whole <= limit, not sums or whole % (16 * self.world) == 0

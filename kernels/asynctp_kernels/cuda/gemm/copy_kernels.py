@@ -239,6 +239,7 @@ def push_gather_kernel(
     rank,
     WORLD: tl.constexpr,
     SCALE_TRAVELS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     ALONG_LAST: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
@@ -250,6 +251,9 @@ def push_gather_kernel(
 
     A shard's rows lie in blocks of `inner` between those of other ranks, and its scales in blocks of `inner_numbers`.
     A program takes `BLOCK` units and `NUMBERS` scales at a time.
+
+    A shard that did not come is poisoned where it would lie. TOGETHER: all shards are then, the own one too, as each
+    element of the result is made of all of them, and a maximum would leave NaN out.
     """
     begin_call(doing_ptr, signature)
     pid = tl.program_id(0)
@@ -281,14 +285,21 @@ def push_gather_kernel(
         if pushes:
             post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch * SIGNATURES + signature)
 
+    together = epoch > 0
+    if TOGETHER:
+        for step in tl.static_range(1, WORLD):
+            src = (rank + step) % WORLD
+            word = tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8
+            together = together & data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited)
     for step in tl.static_range(WORLD):
         src = (rank + step) % WORLD
         source = shard_ptr
         scale_source = scale_ptr
-        came = epoch > 0
+        came = together
         if step > 0:
-            word = tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8
-            came = data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited)
+            if not TOGETHER:
+                word = tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8
+                came = data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited)
             part = tl.load(table + rank) + slot + src * part_bytes
             source = tl.multiple_of(part.to(tl.pointer_type(unit)), 16)
             if SCALE_TRAVELS:

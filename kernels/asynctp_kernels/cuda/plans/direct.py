@@ -48,6 +48,7 @@ class DirectGather(WholeGather):
         constants = {
             "WORLD": memory.world,
             "SCALE_TRAVELS": sizes.number_count > 0,
+            "TOGETHER": bool(call.folds),
             "CONTIGUOUS": layout.whole,
             "ALONG_LAST": layout.along_last,
             "MAX_PROGRAMS": DIRECT_PROGRAMS,
