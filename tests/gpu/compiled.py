@@ -96,6 +96,16 @@ class SummedReductions(Functional):
         return other + x + all_reduce(torch.relu(x @ self.up) @ self.down, "sum", group)
 
 
+class OfLargest(SequenceParallel):
+    """Two largest elements over all ranks, which one all-reduce finds, scale what is gathered and what is scattered."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (
+            all_reduce(each.detach().abs().amax().float(), "max", dist.group.WORLD) for each in (x, self.up)
+        )
+        return super().forward((x / first).to(x.dtype)) * second.to(x.dtype)
+
+
 # --- fp8 with a scale for each block, by DeepSeek's recipe ---------------------------------------------------------
 FP8 = torch.float8_e4m3fn
 
@@ -212,6 +222,7 @@ PROGRAMS: dict[str, tuple[Callable[[DeviceMesh], Program], Found]] = {
     "sum of all-reduces": (functional(SummedReductions), Found(2)),
     "gather used twice": (functional(TwoUses), Found(4)),
     "scatter in flight": (functional(ScatterInFlight), Found(4, in_flight=1)),
+    "largest elements": (functional(OfLargest), Found(4)),
     "scales of blocks": (functional(ScalesOfBlocks), Found(5)),
     "block": (block, Found(8)),
     "MLP without sequence parallelism": (replicated_mlp, Found(2)),
@@ -227,7 +238,7 @@ def unable(name: str, mode: str | None) -> str | None:
     """Why a program cannot run where ranks share GPUs."""
     if name == "scales of blocks":
         return "the CPU, which computes what is expected, has no products with scales of blocks"
-    reduces = "all-reduce" in name or "without sequence parallelism" in name
+    reduces = any(part in name for part in ("all-reduce", "without sequence parallelism", "largest elements"))
     return "gloo's all-reduce cannot be captured" if mode is not None and reduces else None
 
 
