@@ -7,7 +7,9 @@
     bucket    one all-reduce for all-reduces 3, 4 and 5
     drop      reduction 6 is not made, since nothing uses it
     again     gather 0 is made again in the backward
+    save      reduction 2 is made in the forward, and saved for the backward in place of its products
     keep      gather 0 is kept, so that it may be pulled to its place: where it goes by asynctp's own transport
+    plain     all collectives of a group stay torch's
 
 All other rewrites leave what a rank sends as it is, whatever the other ranks do. These do not, so that all ranks of a
 group have to do them, or none (`agreement`). A text names collectives by their place among those of their group. It has

@@ -256,7 +256,11 @@ def _no_gpus(facts: Facts) -> Iterator[Finding]:
 
 def gpu_count(facts: Facts) -> Iterator[Finding]:
     """Groups can have several ranks, all on one model."""
-    if len(facts.gpus) == 1:
+    visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if len(facts.gpus) == 1 and visible is not None:
+        text = f"CUDA_VISIBLE_DEVICES={visible} shows one GPU: groups whose processes see one each run sequentially"
+        yield Finding("GPU count", "info", text, "let each process see all GPUs of its group")
+    elif len(facts.gpus) == 1:
         yield Finding("GPU count", "info", "one GPU has no peer to overlap with")
     if len(facts.gpus) > MAX_RANKS:
         yield Finding("GPU count", "info", f"groups of more than {MAX_RANKS} ranks run sequentially")

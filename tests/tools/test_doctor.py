@@ -201,6 +201,7 @@ def said(facts: Facts, name: str) -> list[tuple[str, str]]:
         ({}, "GPUs", "ok", "4 × NVIDIA H200, compute capability 9.0: every implementation"),
         ({"gpus": (A100,) * 2}, "GPUs", "info", "the fused GEMM is for 9.0"),
         ({"gpus": (H200,)}, "GPU count", "info", "one GPU has no peer"),
+        ({"gpus": (H200,), "environment": {"CUDA_VISIBLE_DEVICES": "3"}}, "GPU count", "info", "see one each"),
         ({"gpus": (H200,) * 9}, "GPU count", "info", "more than 8 ranks run sequentially"),
         ({"gpus": (H200, A100)}, "GPU count", "warn", "hang"),
         ({}, "peer access", "ok", "between all GPUs"),
