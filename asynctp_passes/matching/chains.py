@@ -481,11 +481,15 @@ def _placed(
 class Bucket:
     """`(x → all_reduce → wait)+`: all-reduces, in graph order, that become one in front of the node `place`.
 
-    `place` is a member's collective, or the one of a chain that must not start before.
+    `place` is a member's collective, or the first node of a step that needs a member. Where that is a fused chain,
+    `chain`, it is the place of the fused op. Others of a graph may lie between the same two collectives of the program:
+    `earlier` are those in front of this one.
     """
 
     members: tuple[Collective, ...]
     place: fx.Node
+    chain: Chain | None = None
+    earlier: tuple[Bucket, ...] = ()
 
     @property
     def collective(self) -> Collective:

@@ -20,8 +20,8 @@ another one through cheap work alone counts as slow itself). So if set S comes b
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -30,7 +30,7 @@ from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.collectives import WAIT
 from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.traversal import steps_of
-from asynctp_passes.matching.chains import Bucket, Decision, fused_chains
+from asynctp_passes.matching.chains import Bucket, Chain, Decision, fused_chains
 from asynctp_passes.matching.collapsed import collapsed
 from asynctp_passes.matching.near_miss import transparent
 from asynctp_passes.planning.cost_model import bytes_of
@@ -83,14 +83,27 @@ def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket
         chosen.members.append(candidates[node])
         chosen.bytes += size
     found = sorted((one for ours in sets.values() for one in ours), key=lambda one: one.before)
-    return [_bucket(one, steps, place) for one in found if len(one.members) > 1]
+    fused = {chain.collective.node: chain for chain in fused_chains(decisions)}
+    return _told_apart((_bucket(one, steps, place, fused) for one in found if len(one.members) > 1), context)
 
 
-def _bucket(chosen: _Set, steps: Sequence[Sequence[fx.Node]], place: Mapping[fx.Node, int]) -> Bucket:
+def _bucket(
+    chosen: _Set, steps: Sequence[Sequence[fx.Node]], place: Mapping[fx.Node, int], fused: Mapping[fx.Node, Chain]
+) -> Bucket:
     """The members in order, and where their window is: at the first member that lies in it, else at its end."""
     members = tuple(sorted(chosen.members, key=lambda member: place[member.node]))
     inside = (member.node for member in members if chosen.after < place[member.node] < chosen.before)
-    return Bucket(members, next(inside, None) or steps[int(chosen.before)][0])
+    at = next(inside, None) or steps[int(chosen.before)][0]
+    return Bucket(members, at, fused.get(at))
+
+
+def _told_apart(buckets: Iterable[Bucket], context: Context) -> list[Bucket]:
+    """The buckets, each with those that come before it between the same two collectives of the program."""
+    found: list[Bucket] = []
+    for bucket in buckets:
+        gap = context.words.gap(bucket)
+        found.append(replace(bucket, earlier=tuple(one for one in found if context.words.gap(one) == gap)))
+    return found
 
 
 # --- which ------------------------------------------------------------------------------------------------
@@ -140,9 +153,24 @@ def _steps(
     position = {node: float(index) for index, node in enumerate(context.graph.nodes)}
     for chain in chains:
         position[chain.collective.node] = position[chain.anchor] + 0.5 * (chain.follows is not None)
+    for chain in chains:
+        _move_sources(chain.collective.node, owners, inputs, position)
     steps = steps_of(context.graph, owners, inputs, lambda own: (context.segments[own], position[own]))
     assert sum(map(len, steps)) == len(position), "find drops chains that cannot each be one step"
     return steps, inputs
+
+
+def _move_sources(
+    own: fx.Node, owners: Mapping[fx.Node, fx.Node], inputs: Inputs, position: dict[fx.Node, float]
+) -> None:
+    """Let what a fused chain is computed from come no later than the chain, as `rewrite` has it."""
+    stack = [own, *(node for node, owner in owners.items() if owner is own)]
+    while stack:
+        node = stack.pop()
+        for source in inputs.get(node, node.all_input_nodes):
+            if owners.get(source, source) is not own and position[source] > position[own]:
+                position[source] = position[own]
+                stack.append(source)
 
 
 def _windows(

@@ -84,11 +84,29 @@ class Words:
         return [self._sum(chain)] if chain is not None and chain.joined else []
 
     def of_bucket(self, bucket: Bucket) -> str:
-        """The all-reduces that become one, and between which collectives that is, of all groups: they share ranks."""
+        """The all-reduces that become one, and between which collectives that is, of all groups: they share ranks.
+
+        Buckets between the same two come in an order that one rank's computation decides: it is told, too.
+        """
+        before, is_late = self.gap(bucket)
+        late = f", before all_gather {self._place[bucket.place]} that comes late" if is_late else ""
+        own = bucket.collective.group_key
+        keys = [one.collective.group_key for one in bucket.earlier]
+        groups = ["" if key == own else f" of group {key}" for key in keys]
+        told = [f", {self._bucketed(one)}{group}" for one, group in zip(bucket.earlier, groups, strict=True)]
+        return _short(f"bucket: {self._bucketed(bucket)}, after the first {before}{late}{''.join(told)}")
+
+    def gap(self, bucket: Bucket) -> tuple[int, bool]:
+        """How many collectives of the program come before a bucket, and whether a late gather follows it at once."""
+        if bucket.chain is None:
+            return sum(one.start < bucket.place for one in self._collectives), False
+        follows, anchor = bucket.chain.follows, bucket.chain.anchor
+        before = sum(one.start < anchor or one.start is follows for one in self._collectives)
+        return before, follows is not None
+
+    def _bucketed(self, bucket: Bucket) -> str:
         places = [self._place[member.node] for member in bucket.members]
-        before = sum(one.node < bucket.place for one in self._collectives)
-        dtype = value_of(bucket.inputs[0]).dtype
-        return f"bucket: all_reduce({bucket.collective.reduce_op}) of {dtype} for {places}, after the first {before}"
+        return f"all_reduce({bucket.collective.reduce_op}) of {value_of(bucket.inputs[0]).dtype} for {places}"
 
     def of_dropped(self, dropped: Iterable[Collective]) -> str:
         """The collectives of one group that are not made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,75 @@ def test_two_groups_forward_forward_backward_backward(tmp_path: Path, monkeypatc
             [("forward", rows, 3), ("forward", columns, 3), ("backward", rows, 3), ("backward", columns, 3)]
         )
         assert not any(report.buckets for report in plain["reports"])
+
+
+# --- ranks whose computation differs ------------------------------------------------------------------------
+def _swapped(rank: int, group: Any, a: Tensor, b: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
+    """Ranks need the first maximum and the first minimum in another order, by products of their own."""
+    largest, least = (funcol.all_reduce(*each, group) for each in ((a[:4], "max"), (b[:4], "min")))
+    product = x @ w
+    total = funcol.all_reduce(product.sum(0), "sum", group)
+    of_largest, of_least = (x * largest[0]) @ w, (x * least[0]) @ w
+    both = of_least * of_largest if rank else of_largest * of_least
+    both = funcol.all_reduce(both.sum(0), "sum", group)
+    then = (funcol.all_reduce(*each, group) for each in ((product[0, :4], "max"), (product[0, 4:], "min")))
+    return [largest, least, total, both, *then]
+
+
+def _before_late(rank: int, group: Any, a: Tensor, b: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
+    """A gather comes late; the last rank multiplies before it, where it gathered in the program."""
+    largest, product = funcol.all_reduce(a, "max", group), x @ b.view(8, 32)
+    total = funcol.all_reduce(product.sum(0), "sum", group)
+    shard = x * largest[0]
+    whole = funcol.all_gather_tensor(shard @ w if rank else shard, 0, group)
+    weight = funcol.all_reduce(w * 2, "sum", group)
+    out = whole @ weight
+    last = funcol.all_reduce(out.sum(0), "sum", group)
+    return [largest, total, out, last, funcol.all_reduce(product[0], "max", group)]
+
+
+def _needed_by_late(rank: int, group: Any, a: Tensor, b: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
+    """A gather comes late, and needs a maximum: on all ranks, which compute the same."""
+    largest, product = funcol.all_reduce(a, "max", group), x @ b.view(8, 32)
+    total = funcol.all_reduce(product.sum(0), "sum", group)
+    whole = funcol.all_gather_tensor(x * largest[0], 0, group)
+    out = whole @ funcol.all_reduce(w, "sum", group)
+    return [largest, total, out, funcol.all_reduce(product[0], "max", group)]
+
+
+def _two_groups(rank: int, group: Any, a: Tensor, b: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
+    """As the first, with maxima of two groups."""
+    first, second = group
+    one, other = funcol.all_reduce(a[:4], "max", first), funcol.all_reduce(b[:4], "max", second)
+    product = x @ w
+    total = funcol.all_reduce(product.sum(0), "sum", first)
+    of_one, of_other = (x * one[0]) @ w, (x * other[0]) @ w
+    both = funcol.all_reduce((of_other * of_one if rank else of_one * of_other).sum(0), "sum", first)
+    last = funcol.all_reduce(product[0, :4], "max", first), funcol.all_reduce(product[0, 4:], "max", second)
+    return [one, other, total, both, *last]
+
+
+def unlike_ranks(rank: int, world_size: int) -> list[tuple[bool, int]]:
+    """For each program whether results are eager's, and how many all-reduces became one."""
+    torch._inductor.config.fallback_by_default = True  # minutes of the C++ compiler
+    groups = [dist.new_group(list(range(world_size)), timeout=timedelta(seconds=40)) for _ in range(2)]
+    outcomes = []
+    for program in (_swapped, _before_late, _needed_by_late, _two_groups):
+        asynctp_passes.clear_reports()
+        torch.manual_seed(rank)
+        values = [torch.randn(32), torch.randn(256), torch.randn(8, 8), torch.randn(8, 8)]
+        group = tuple(groups) if program is _two_groups else groups[0]
+        wanted = program(rank, group, *values)
+        compiled = torch.compile(program, backend="asynctp", fullgraph=True, options={"strict": "off", "log": False})
+        found = compiled(rank, group, *values)
+        (report,) = asynctp_passes.reports()
+        same = all(torch.allclose(a, b, rtol=1e-4, atol=1e-3) for a, b in zip(found, wanted, strict=True))
+        outcomes.append((same, sum(len(entry.collectives) for entry in report.buckets)))
+    return outcomes
+
+
+@pytest.mark.ranks
+def test_ranks_make_buckets_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank makes one that a peer makes elsewhere among the collectives."""
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    assert run_ranks(2, unlike_ranks) == [[(True, 0), (True, 0), (True, 2), (True, 0)]] * 2
