@@ -483,13 +483,15 @@ class Bucket:
 
     `place` is a member's collective, or the first node of a step that needs a member. Where that is a fused chain,
     `chain`, it is the place of the fused op. Others of a graph may lie between the same two collectives of the program:
-    `earlier` are those in front of this one.
+    `earlier` are those in front of this one. `beside` are the texts of the plan's other deviations: without one of them
+    there may be no place for this bucket.
     """
 
     members: tuple[Collective, ...]
     place: fx.Node
     chain: Chain | None = None
     earlier: tuple[Bucket, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def collective(self) -> Collective:

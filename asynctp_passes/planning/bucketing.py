@@ -20,7 +20,7 @@ another one through cheap work alone counts as slow itself). So if set S comes b
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -34,10 +34,11 @@ from asynctp_passes.matching.chains import Bucket, Chain, Decision, fused_chains
 from asynctp_passes.matching.collapsed import collapsed
 from asynctp_passes.matching.near_miss import transparent
 from asynctp_passes.planning.cost_model import bytes_of
+from asynctp_passes.planning.deviations import Words
 from asynctp_passes.planning.legality import EXTREMES, SMALL_BYTES, Context
 from asynctp_passes.planning.overlap import order_beside
 
-__all__ = ["find_buckets"]
+__all__ = ["deviations_beside", "find_buckets"]
 
 _GROUP_OF_MESH = "_dtensor.mesh_get_process_group.default"
 Key = tuple[object, ...]
@@ -84,7 +85,20 @@ def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket
         chosen.bytes += size
     found = sorted((one for ours in sets.values() for one in ours), key=lambda one: one.before)
     fused = {chain.collective.node: chain for chain in fused_chains(decisions)}
-    return _told_apart((_bucket(one, steps, place, fused) for one in found if len(one.members) > 1), context)
+    beside = tuple(sorted(f"{group} {text}" for group, text in deviations_beside(decisions, context.words)))
+    buckets = (_bucket(one, steps, place, fused) for one in found if len(one.members) > 1)
+    return _told_apart((replace(one, beside=beside) for one in buckets), context)
+
+
+def deviations_beside(decisions: Sequence[Decision], words: Words) -> Iterator[tuple[str, str]]:
+    """The deviations that decide where what communicates stands, by group and text: of fused chains, and drops."""
+    for chain in fused_chains(decisions):
+        yield from ((chain.collective.group_key, text) for text in words.of_chain(chain))
+    dropped: dict[str, list[Collective]] = {}
+    for one in decisions:
+        if one.refusal is not None and one.refusal.reason is reasons.RESULT_DROPPED:
+            dropped.setdefault(one.candidate.collective.group_key, []).append(one.candidate.collective)
+    yield from ((group, words.of_dropped(members)) for group, members in dropped.items())
 
 
 def _bucket(

@@ -86,7 +86,8 @@ class Words:
     def of_bucket(self, bucket: Bucket) -> str:
         """The all-reduces that become one, and between which collectives that is, of all groups: they share ranks.
 
-        Buckets between the same two come in an order that one rank's computation decides: it is told, too.
+        Buckets between the same two come in an order that one rank's computation decides: it is told, too. So are all
+        other deviations: where one of them is refused, the bucket that was found with it is no more.
         """
         before, is_late = self.gap(bucket)
         late = f", before all_gather {self._place[bucket.place]} that comes late" if is_late else ""
@@ -94,7 +95,8 @@ class Words:
         keys = [one.collective.group_key for one in bucket.earlier]
         groups = ["" if key == own else f" of group {key}" for key in keys]
         told = [f", {self._bucketed(one)}{group}" for one, group in zip(bucket.earlier, groups, strict=True)]
-        return _short(f"bucket: {self._bucketed(bucket)}, after the first {before}{late}{''.join(told)}")
+        beside = f", with {'; '.join(bucket.beside)}" if bucket.beside else ""
+        return _short(f"bucket: {self._bucketed(bucket)}, after the first {before}{late}{''.join(told)}{beside}")
 
     def gap(self, bucket: Bucket) -> tuple[int, bool]:
         """How many collectives of the program come before a bucket, and whether a late gather follows it at once."""

@@ -15,7 +15,7 @@ from asynctp_passes.ir.collectives import read_collectives, read_sizes
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import phase_of, segments
 from asynctp_passes.matching.chains import Bucket, Candidate, Chain, Decision, GatherChain, fused_chains
-from asynctp_passes.planning.bucketing import find_buckets
+from asynctp_passes.planning.bucketing import deviations_beside, find_buckets
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import Words, communicated
 from asynctp_passes.planning.legality import (
@@ -250,19 +250,14 @@ def ballots_of(plan: Plan) -> list[Ballot]:
     """For each group that communicates in a graph what changes what its ranks send, or nothing."""
     words = plan.context.words
     texts: dict[str, list[str]] = {}
-    for chain in plan.chains:
-        texts.setdefault(chain.collective.group_key, []).extend(words.of_chain(chain))
+    for group, text in deviations_beside(plan.decisions, words):
+        texts.setdefault(group, []).append(text)
     for bucket in plan.buckets:
         texts.setdefault(bucket.collective.group_key, []).append(words.of_bucket(bucket))
     for group in plan.plain:
         texts.setdefault(group, []).append(words.of_plain())
     for gather in plan.kept:
         texts.setdefault(gather.group_key, []).append(words.of_kept(gather))
-    dropped: dict[str, list[Collective]] = {}
-    for collective in plan.dropped:
-        dropped.setdefault(collective.group_key, []).append(collective)
-    for group, members in dropped.items():
-        texts.setdefault(group, []).append(words.of_dropped(members))
     return [Ballot(group, key, tuple(texts.get(group, ()))) for group, key in plan.keys.items()]
 
 

@@ -153,6 +153,16 @@ def _needed_by_late(rank: int, group: Any, a: Tensor, b: Tensor, x: Tensor, w: T
     return [largest, total, out, funcol.all_reduce(product[0], "max", group)]
 
 
+def _found_with_late(rank: int, group: Any, a: Tensor, b: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
+    """Only the first rank has a late gather, without which its two maxima have no place in common."""
+    largest, whole = funcol.all_reduce(a[:8], "max", group), funcol.all_gather_tensor(x, 0, group)
+    product = x @ w
+    weight = funcol.all_reduce(product * 1.5 if rank else b.view(32, 8)[:8], "sum", group)
+    total = funcol.all_reduce(((x * largest[0]) @ w).sum(0), "sum", group)
+    out = torch.relu(whole) if rank else whole @ weight
+    return [largest, weight, total, out, funcol.all_reduce(product[0] if rank else out[0], "max", group)]
+
+
 def _two_groups(rank: int, group: Any, a: Tensor, b: Tensor, x: Tensor, w: Tensor) -> list[Tensor]:
     """As the first, with maxima of two groups."""
     first, second = group
@@ -168,9 +178,10 @@ def _two_groups(rank: int, group: Any, a: Tensor, b: Tensor, x: Tensor, w: Tenso
 def unlike_ranks(rank: int, world_size: int) -> list[tuple[bool, int]]:
     """For each program whether results are eager's, and how many all-reduces became one."""
     torch._inductor.config.fallback_by_default = True  # minutes of the C++ compiler
+    torch._inductor.config.reorder_for_peak_memory = False  # it moves collectives by what a rank computes (torch 2.13)
     groups = [dist.new_group(list(range(world_size)), timeout=timedelta(seconds=40)) for _ in range(2)]
     outcomes = []
-    for program in (_swapped, _before_late, _needed_by_late, _two_groups):
+    for program in (_swapped, _before_late, _needed_by_late, _found_with_late, _two_groups):
         asynctp_passes.clear_reports()
         torch.manual_seed(rank)
         values = [torch.randn(32), torch.randn(256), torch.randn(8, 8), torch.randn(8, 8)]
@@ -188,4 +199,4 @@ def unlike_ranks(rank: int, world_size: int) -> list[tuple[bool, int]]:
 def test_ranks_make_buckets_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank makes one that a peer makes elsewhere among the collectives."""
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-    assert run_ranks(2, unlike_ranks) == [[(True, 0), (True, 0), (True, 2), (True, 0)]] * 2
+    assert run_ranks(2, unlike_ranks) == [[(True, 0), (True, 0), (True, 2), (True, 0), (True, 0)]] * 2
