@@ -77,10 +77,14 @@ class Words:
         self._collectives = collectives
 
     def of_chain(self, chain: GatherChain | ScatterChain | None) -> list[str]:
-        """The deviations that fusing a chain makes of its collectives; mostly none."""
+        """The deviation that fusing a chain makes of its collectives; mostly none.
+
+        All that a chain deviates in is one text: where a part of it is refused, the chain is, and the rest with it.
+        """
         if isinstance(chain, GatherChain):
             late = [] if chain.follows is None else [self._late(chain, chain.follows)]
-            return [*late, *([self._hoist(chain, chain.hoist)] if chain.hoist is not None else self._joined(chain))]
+            parts = [*late, *([self._hoist(chain, chain.hoist)] if chain.hoist is not None else self._joined(chain))]
+            return [" and ".join(parts)] if parts else []
         return [self._sum(chain)] if chain is not None and chain.joined else []
 
     def of_bucket(self, bucket: Bucket) -> str:

@@ -71,6 +71,13 @@ def two_sums(group: str, *, look: bool = False, factor: float = 1.0) -> Graph:
     return b.returns(total, *([b.relu(first)] if look else []))
 
 
+def late(group: str, *, computes: bool) -> Graph:
+    """A gather whose weight is reduced after it; a rank may compute something in between, which goes to the shard."""
+    b = GraphBuilder(ranks=2, group=group)
+    whole, weight = b.gather(b.input("x", [4, 8])), b.all_reduce(b.input("w", [8, 8]))
+    return b.returns(b.mm(b.relu(whole) if computes else whole, weight))
+
+
 def maxima(group: str) -> Graph:
     """Two small all-reduces, which can be one."""
     b = GraphBuilder(ranks=2, group=group)
@@ -144,6 +151,11 @@ def case_other_options(rank: int) -> list[Attempt]:
     """The life of a group is that of its votes: what the default group refused does not bind another one."""
     group = dist.new_group(list(range(dist.get_world_size())))
     return [attempt(maxima(str(group.group_name)), bucket=rank == 0)]
+
+
+def case_late_alone(rank: int) -> list[Attempt]:
+    """All gather late, and rank 0 also moves what it computes: without that it does not gather late either."""
+    return [attempt(late(world_name(), computes=rank == 0))]
 
 
 def case_other_gpus(rank: int) -> list[Attempt]:
@@ -267,6 +279,14 @@ def test_what_one_rank_does_not_do_is_done_on_none(
             assert f"{who}: " in one.notes
             assert "rank" in one.notes
     assert refused, "whoever had it is told who does not"
+
+
+@pytest.mark.ranks
+def test_a_chain_deviates_in_all_or_in_nothing(ranks: list[dict[str, list[Attempt]]]) -> None:
+    for outcomes in ranks:
+        (one,) = outcomes["late_alone"]
+        assert one.deviations == []
+        assert [remark.code for remark in one.report.missed] == ["ATP212"]
 
 
 @pytest.mark.ranks
