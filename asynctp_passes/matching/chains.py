@@ -18,7 +18,7 @@ from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement, ScatterPlacement, arranged
 from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.cut_rows import Cut
-from asynctp_passes.reasons import Refusal
+from asynctp_passes.reasons import RESULT_DROPPED, Refusal
 
 __all__ = [
     "Bucket",
@@ -540,3 +540,9 @@ def fused_chains(decisions: Iterable[Decision]) -> list[Chain]:
     """The chains that become one op each, in the order of their collectives."""
     chains = (decision.candidate.chain for decision in decisions if decision.refusal is None)
     return [chain for chain in chains if chain is not None]
+
+
+def dropped_collectives(decisions: Iterable[Decision]) -> list[Collective]:
+    """The collectives that are not made, since nothing uses them."""
+    refused = ((one.candidate.collective, one.refusal) for one in decisions)
+    return [collective for collective, refusal in refused if refusal and refusal.reason is RESULT_DROPPED]

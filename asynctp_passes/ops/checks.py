@@ -31,6 +31,7 @@ SCALED_AFTER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
 WIDENED = (torch.bfloat16, torch.float16)
 """Dtypes of products that can be summed in float32."""
 REDUCE_OPS = ("sum", "avg")
+EXTREMES = ("max", "min")  # of an all-reduce without a matmul
 LARGEST_EXPONENT = 60
 """A factor is at most 2 to this power, or at least 2 to its negative: the product of two is normal in float32."""
 

@@ -27,13 +27,13 @@ from torch import Tensor
 from asynctp_passes import compat
 from asynctp_passes.ops import plain_collectives as plain
 from asynctp_passes.ops.arguments import check_group, group_and_size
-from asynctp_passes.ops.checks import REDUCE_OPS
+from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.ops.choice import overlapped
 from asynctp_passes.ops.registration import register
 
 __all__ = ["OPS", "all_gather", "all_reduce", "reduce_scatter"]
 
-ALL_REDUCE_OPS = (*REDUCE_OPS, "max", "min")
+ALL_REDUCE_OPS = (*REDUCE_OPS, *EXTREMES)
 OPS = {
     "all_gather": "(Tensor shard, int group_size, Any group_name, *, bool copy=True, bool all_keep=True) -> Tensor",
     "reduce_scatter": "(Tensor whole, str reduce_op, int group_size, Any group_name, *, bool copy=True) -> Tensor",

@@ -30,12 +30,13 @@ from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.collectives import WAIT
 from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.traversal import steps_of
-from asynctp_passes.matching.chains import Bucket, Chain, Decision, fused_chains
+from asynctp_passes.matching.chains import Bucket, Chain, Decision, dropped_collectives, fused_chains
 from asynctp_passes.matching.collapsed import collapsed
 from asynctp_passes.matching.near_miss import transparent
+from asynctp_passes.ops.checks import EXTREMES
 from asynctp_passes.planning.cost_model import bytes_of
 from asynctp_passes.planning.deviations import Words
-from asynctp_passes.planning.legality import EXTREMES, SMALL_BYTES, Context
+from asynctp_passes.planning.legality import SMALL_BYTES, Context
 from asynctp_passes.planning.overlap import order_beside
 
 __all__ = ["deviations_beside", "find_buckets"]
@@ -95,9 +96,8 @@ def deviations_beside(decisions: Sequence[Decision], words: Words) -> Iterator[t
     for chain in fused_chains(decisions):
         yield from ((chain.collective.group_key, text) for text in words.of_chain(chain))
     dropped: dict[str, list[Collective]] = {}
-    for one in decisions:
-        if one.refusal is not None and one.refusal.reason is reasons.RESULT_DROPPED:
-            dropped.setdefault(one.candidate.collective.group_key, []).append(one.candidate.collective)
+    for one in dropped_collectives(decisions):
+        dropped.setdefault(one.group_key, []).append(one)
     yield from ((group, words.of_dropped(members)) for group, members in dropped.items())
 
 

@@ -95,12 +95,12 @@ class Words:
         """
         before, is_late = self.gap(bucket)
         late = f", before all_gather {self._place[bucket.place]} that comes late" if is_late else ""
-        own = bucket.collective.group_key
-        keys = [one.collective.group_key for one in bucket.earlier]
-        groups = ["" if key == own else f" of group {key}" for key in keys]
-        told = [f", {self._bucketed(one)}{group}" for one, group in zip(bucket.earlier, groups, strict=True)]
+        own, earlier = bucket.collective.group_key, ""
+        for one in bucket.earlier:
+            group = one.collective.group_key
+            earlier += f", {self._bucketed(one)}" + ("" if group == own else f" of group {group}")
         beside = f", with {'; '.join(bucket.beside)}" if bucket.beside else ""
-        return _short(f"bucket: {self._bucketed(bucket)}, after the first {before}{late}{''.join(told)}{beside}")
+        return _short(f"bucket: {self._bucketed(bucket)}, after the first {before}{late}{earlier}{beside}")
 
     def gap(self, bucket: Bucket) -> tuple[int, bool]:
         """How many collectives of the program come before a bucket, and whether a late gather follows it at once."""

@@ -17,6 +17,7 @@ from asynctp_passes.ir.nodes import describe, mutates, tensor_of, value_of
 from asynctp_passes.ir.scales import scales_mismatch
 from asynctp_passes.ir.sizes import Sizes, are_one, express, identical
 from asynctp_passes.matching.chains import Candidate, GatherChain
+from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.planning.cost_model import bytes_of, cost_of, hoist_pays
 from asynctp_passes.planning.deviations import Words
 from asynctp_passes.reasons import Refusal
@@ -51,7 +52,6 @@ SMALL_BYTES = 256 << 10
 
 One of more is left alone also when small ones become one: its time is bandwidth, and a copy would cost more.
 """
-EXTREMES = ("max", "min")
 _EXTREME_DTYPES = {
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
@@ -171,8 +171,8 @@ def can_be_alone(collective: Collective) -> bool:
     if mutates(collective.node) or tensor_of(collective.input) is None or (value.dim() == 0 and not reduces):
         return False
     known = compat.is_contiguous(value) or compat.axes_by_stride(value) is not None
-    sums = ("sum", "avg", *EXTREMES) if collective.kind == "all_reduce" else ("sum", "avg")
-    return known and (not reduces or collective.reduce_op in sums)
+    extreme = collective.kind == "all_reduce" and collective.reduce_op in EXTREMES
+    return known and (not reduces or collective.reduce_op in REDUCE_OPS or extreme)
 
 
 def compares_calls(collective: Collective, config: Config) -> bool:

@@ -14,12 +14,20 @@ from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import phase_of, segments
-from asynctp_passes.matching.chains import Bucket, Candidate, Chain, Decision, GatherChain, fused_chains
+from asynctp_passes.matching.chains import (
+    Bucket,
+    Candidate,
+    Chain,
+    Decision,
+    GatherChain,
+    dropped_collectives,
+    fused_chains,
+)
+from asynctp_passes.ops.checks import EXTREMES
 from asynctp_passes.planning.bucketing import deviations_beside, find_buckets
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import Words, communicated
 from asynctp_passes.planning.legality import (
-    EXTREMES,
     Context,
     Verdict,
     can_be_alone,
@@ -178,8 +186,7 @@ class Plan:
     @property
     def dropped(self) -> list[Collective]:
         """The collectives that are not made, since nothing uses them."""
-        refused = ((one.candidate.collective, one.refusal) for one in self.decisions)
-        return [collective for collective, refusal in refused if refusal and refusal.reason is RESULT_DROPPED]
+        return dropped_collectives(self.decisions)
 
 
 def outcome_of(decision: Decision) -> Outcome:

@@ -15,7 +15,7 @@ from asynctp_kernels.cuda.runtime.enroll import Facts
 
 
 def seen(visible: str, index: int, apart: tuple[str, ...] = ()) -> str:
-    """What a process that sees some GPUs names, of which `index` is its own; apart: pairs without access."""
+    """Name the GPUs as a process that sees some, and runs on GPU `index`; apart: pairs without access."""
     cuda: dict[str, Any] = {
         "device_count": lambda: len(visible),
         "get_device_properties": lambda each: SimpleNamespace(uuid=visible[each]),

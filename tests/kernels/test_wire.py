@@ -71,7 +71,7 @@ def test_an_all_reduce_is_direct_until_it_is_long(world: int) -> None:
 @pytest.mark.parametrize("forced", [None, *IMPLEMENTATIONS, WHOLE])
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_a_maximum_is_direct_while_it_is_small(world: int, forced: str | None) -> None:
-    """Of any number of bytes, whatever implementation ranks ask for but NCCL."""
+    """Any number of bytes will do, and any implementation that ranks ask for but NCCL."""
     expected = PLAIN if forced == "sequential" else DIRECT
     for dtype, how in itertools.product(EXTREME_DTYPES, ("max", "min")):
         for size in (1, 3, 16, 4096, EXTREME_BYTES):

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from compiled_training import QUICK, bytes_over_gloo, local, start
+from ranks import overwrite_memory
 from torch import Tensor, fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh
@@ -241,7 +241,7 @@ def _case(layer: str, norm: type[nn.Module], recipe: str) -> Callable[[DeviceMes
         options = {"strict": "all", "post_grad_custom_post_pass": seen, **QUICK}
         for one in ours:
             one.compile(backend="asynctp", options=options, dynamic=False)
-        actual = _interleaved(ours, mesh, lambda: _poison(mesh))
+        actual = _interleaved(ours, mesh, lambda: overwrite_memory(mesh.get_group()))
         reports = asynctp_passes.reports()
         with bytes_over_gloo():
             expected = _interleaved(plain, mesh, lambda: None)
@@ -293,20 +293,6 @@ def _interleaved(layers: Sequence[nn.Module], mesh: DeviceMesh, between: Callabl
     grads = [leaf.grad for leaf in (*xs, *parameters)]
     assert all(grad is not None for grad in grads)
     return [local(value) for value in (*outs, *grads, *buffers) if value is not None]
-
-
-def _poison(mesh: DeviceMesh) -> None:
-    """All landing memory of this rank becomes NaN, while no rank uses its."""
-    from asynctp_kernels.cuda.runtime.memory import existing_memory
-
-    group = mesh.get_group()
-    dist.barrier(group)
-    memory = existing_memory(group)
-    assert memory is not None, "the kernels have no memory: something else ran"
-    for name, area in memory.areas.items():
-        if "words" not in name:
-            area.memory.fill_(0xFF)
-    dist.barrier(group)
 
 
 def _assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

@@ -33,6 +33,22 @@ def imagined_ranks(count: int, store: dist.Store | None = None) -> Iterator[None
         dist.destroy_process_group()
 
 
+def overwrite_memory(group: Any) -> None:
+    """Fill a group's symmetric memory, words aside, between two barriers: so that no call reads what none has written.
+
+    Collective.
+    """
+    from asynctp_kernels.cuda.runtime.memory import existing_memory
+
+    dist.barrier(group)
+    memory = existing_memory(group)
+    assert memory is not None, "the kernels have no memory: something else ran"
+    for name, area in memory.areas.items():
+        if "words" not in name:
+            area.memory.fill_(0xFF)
+    dist.barrier(group)
+
+
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
     """Call `fn(rank, world_size, *args)` on each rank and return what each returned, in rank order.
 

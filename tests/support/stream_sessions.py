@@ -149,7 +149,7 @@ def _scattered(each: Each, calls: Sequence[Any], rank: int) -> list[Tensor]:
 
 
 def _reduce_op(op: Op) -> str:
-    """Of a product that is made elsewhere."""
+    """The reduction of an op without a matmul."""
     return str(dict(op.options).get("reduce_op", "sum"))
 
 

@@ -34,7 +34,7 @@ def compared(
     device: str = "cuda",
     config: Config | None = None,
 ) -> bool:
-    """Of a collective that has so many bytes on each rank."""
+    """Whether calls of a collective are compared, given its bytes on each rank."""
     b = GraphBuilder(ranks=ranks)
     x = b.input("x", [size // dtype.itemsize], dtype, device=device)
     if kind == "all_gather":
@@ -139,7 +139,7 @@ def test_no_bucket_of_what_torch_would_have(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def sums(b: GraphBuilder, device: str, dtype: torch.dtype) -> tuple[Node, ...]:
-    """Two sums, of which only the sum is used."""
+    """Two sums that are only used added up."""
     made = []
     for name in "xy":
         x, w = b.input(name, [4, 6], dtype, device=device), b.input(f"{name}_w", [6, 8], dtype, device=device)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from op_cases import BF16, FP16, FP32
-from ranks import run_ranks
+from ranks import overwrite_memory, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -53,11 +53,7 @@ def _shots(rank: int, world: int, seed: int) -> list[str]:
             if found is None or not torch.equal(found, wanted):
                 wrong.append(f"{rows}x{cols} {dtype} {how}, one shot up to {limit}, moved: {moved}")
         if number % 5 == 0:  # nothing is read that a call did not write
-            dist.barrier()
-            for name, area in existing_memory(group).areas.items():
-                if "words" not in name:
-                    area.memory.fill_(0xFF)
-            dist.barrier()
+            overwrite_memory(group)
     return wrong
 
 
@@ -153,11 +149,7 @@ def _pushed(rank: int, world: int, seed: int) -> list[str]:
         if any(words.any() for words in memory.all_chunk_words) or memory.local[:128].any():
             wrong.append(f"{number}: words are left")
         if number % 5 == 0:  # nothing is read that a call did not write
-            dist.barrier()
-            for name, area in memory.areas.items():
-                if "words" not in name:
-                    area.memory.fill_(0xFF)
-            dist.barrier()
+            overwrite_memory(group)
     return wrong if all(ran.values()) else [*wrong, f"not all ran: {ran}"]
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from profiles import thorough
-from ranks import run_ranks
+from ranks import overwrite_memory, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -23,7 +23,6 @@ def _values(rank: int, world: int, seed: int) -> list[str]:
     import torch.distributed as dist
     from asynctp_kernels import cuda
     from asynctp_kernels.cuda.choose.wire import EXTREME_DTYPES
-    from asynctp_kernels.cuda.runtime.memory import existing_memory
 
     import asynctp_passes.ops.collectives  # noqa: F401
 
@@ -56,11 +55,7 @@ def _values(rank: int, world: int, seed: int) -> list[str]:
         if not torch.equal(found.double().nan_to_num(0.25), wanted.nan_to_num(0.25)):
             wrong.append(f"{shape} {dtype} {how}: {found} for {wanted}")
         if number % 7 == 0:  # nothing is read that a call did not write
-            dist.barrier()
-            for name, area in existing_memory(group).areas.items():
-                if "words" not in name:
-                    area.memory.fill_(0xFF)
-            dist.barrier()
+            overwrite_memory(group)
     assert cuda.run_bulk_all_reduce(torch.zeros(3).to(torch.float8_e4m3fn), "max", group, lambda: None) is None
     return wrong
 

@@ -30,7 +30,7 @@ from op_cases import (
     scaled_copy,
 )
 from profiles import THOROUGH
-from ranks import run_ranks
+from ranks import overwrite_memory, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -90,17 +90,11 @@ def _stress(rank: int, world: int, seed: int) -> list[str]:
 def _poisoned(rank: int, world: int, seed: int) -> list[str]:
     """Between calls, all communication memory becomes NaN; results must not notice."""
     import torch.distributed as dist
-    from asynctp_kernels.cuda.runtime.memory import existing_memory
 
     wrong = []
     for call in range(2 * len(STRESS)):
         wrong.append(_check_each(STRESS[call % len(STRESS)], rank, world, seed + call, dist.group.WORLD)[1])
-        dist.barrier()
-        memory = existing_memory(dist.group.WORLD)
-        for name, area in memory.areas.items():
-            if "words" not in name:
-                area.memory.fill_(0xFF)
-        dist.barrier()
+        overwrite_memory(dist.group.WORLD)
     return [text for text in wrong if text]
 
 

@@ -49,7 +49,7 @@ ONE_SHOT_BYTES, ONE_SHOT_EXTRA = 8 << 20, 3 << 18
 #: bytes of an all-reduce from which a scatter that overlaps, whose sums are shared then, is faster than `direct`.
 #: Source: `docs/results/2026-11-27-h100x4/all-reduce-shared.txt`: here both take as long
 ALL_REDUCE_BYTES = ALL_REDUCE_LIMIT
-#: reductions of which all ranks' tensors are gathered, and folded by each rank
+#: reductions that gather all ranks' tensors, and that each rank then folds
 EXTREMES = ("max", "min")
 #: bytes of an all-reduce of these up to which it is `direct`. Ranks gather the whole of each other, so it is for few
 #: bytes; the pass makes one all-reduce of several (`planning.bucketing`) up to as many.
