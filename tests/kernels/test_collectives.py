@@ -18,7 +18,7 @@ import asynctp_kernels.compat as kernels_compat
 import cuda_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import moves
-from asynctp_kernels.cuda.choose.wire import DIRECT, EXTREME_DTYPES, PUSH
+from asynctp_kernels.cuda.choose.wire import DIRECT, PUSH, Wire
 from asynctp_kernels.cuda.plans.collectives import BulkGather, BulkScatter, CopiedGather, DirectSum
 from asynctp_kernels.cuda.plans.collectives import gather_call as bulk_call
 from asynctp_kernels.cuda.plans.collectives import scatter_call as bulk_sum
@@ -402,37 +402,24 @@ def test_few_bytes_are_moved_by_one_kernel(here: Machine) -> None:
     assert not {wire.signature(PUSH) for wire in wires} & told
 
 
-def test_a_small_maximum_is_moved_by_the_kernel_of_a_gather(here: Machine) -> None:
-    """Each kind has a plan of its own, which is made once; what is large, or no float that is folded, is NCCL's."""
+def test_a_small_maximum_is_made_by_the_kernel_of_sums(here: Machine) -> None:
+    """Each kind has a plan of its own, which is made once; what is large, or of fp8, is NCCL's."""
     here.kernels.clear()
-    for dtype, how in ((torch.bfloat16, "max"), (torch.bfloat16, "min"), (torch.int64, "max"), (torch.bfloat16, "max")):
-        total = cuda.run_bulk_all_reduce(tensor(3, 5).to(dtype), how, here.group, unchecked)
+    asked = mock.Mock()
+    for dtype, how in ((torch.bfloat16, "max"), (torch.bfloat16, "min"), (torch.bool, "max"), (torch.bfloat16, "max")):
+        total = cuda.run_bulk_all_reduce(tensor(3, 5).to(dtype), how, here.group, asked)
         assert total is not None
         assert (total.shape, total.dtype) == ((3, 5), dtype)
-    assert [prepared.name for prepared in here.prepared] == ["push_gather_kernel"] * 3
+    assert [prepared.name for prepared in here.prepared] == ["push_all_reduce_kernel"] * 3
     assert len(here.of(Launched)) == 4
-    assert all(prepared.constants["TOGETHER"] for prepared in here.prepared)
-    wires = [bulk_call(tensor(1, 15), None, WORLD, False, how).wire for how in ("max", "min")]
+    assert asked.call_count == 3, "once a plan"
+    assert [prepared.constants["REDUCE"] for prepared in here.prepared] == ["max", "min", "max"]
+    wires = [Wire("all_reduce", WORLD, 30, torch.bfloat16, how) for how in ("max", "min")]
     assert {wire.signature(DIRECT) for wire in wires} < set(here.memory.calls._told)
     assert cuda.run_bulk_all_reduce(tensor(1 << 18), "max", here.group, unchecked) is None
     assert cuda.run_bulk_all_reduce(tensor(8, dtype=torch.float8_e4m3fn), "max", here.group, unchecked) is None
     with cuda.forced("sequential"):
         assert cuda.run_bulk_all_reduce(tensor(8), "max", here.group, unchecked) is None
-
-
-@pytest.mark.parametrize("reduce_op", ["max", "min"])
-@pytest.mark.parametrize("ranks", range(1, 9))
-def test_rows_are_folded_to_one(ranks: int, reduce_op: str) -> None:
-    """A row that two halves share changes nothing; a NaN stays where there is nothing else."""
-    for dtype in EXTREME_DTYPES:
-        parts = tensor(ranks, 40, dtype=torch.float32).mul(8).abs().to(dtype)
-        if dtype.is_floating_point:
-            parts[torch.rand(parts.shape) < 0.5] = torch.nan
-        wide, edge = parts.double(), -torch.inf if reduce_op == "max" else torch.inf
-        numbers = wide.nan_to_num(edge) if dtype.is_floating_point else wide
-        wanted = numbers.amax(0) if reduce_op == "max" else numbers.amin(0)
-        wanted[wide.isnan().all(0)] = torch.nan
-        torch.testing.assert_close(moves.folded(parts, reduce_op).double(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_result_is_complete_when_waited_for(here: Machine) -> None:

@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 from asynctp_kernels.cuda import stamped
 from asynctp_kernels.cuda.choose.tiles import Tiles, pingpong, tiles_for
-from asynctp_kernels.cuda.choose.wire import Wire
+from asynctp_kernels.cuda.choose.wire import EXTREME_DTYPES, Wire
 from asynctp_kernels.cuda.gemm import gemm_kernels
 from asynctp_kernels.cuda.plans import collectives, decomposed, direct, fused, gather_transports
 from asynctp_kernels.cuda.runtime import driver
@@ -638,19 +638,6 @@ def test_push_gather_kernel(world: int, outer: bool, tmp_path: Path) -> None:
     assert votes(kernel.ptx)
 
 
-@pytest.mark.parametrize("world", [2, 8])
-def test_push_gather_kernel_of_a_maximum(world: int, tmp_path: Path) -> None:
-    """All words are awaited before anything of the result is stored."""
-    with machine(world=world) as here:
-        call = collectives.gather_call(tensor(1, 4096), None, world, False, "max")
-        direct.DirectGather(call, here.memory)
-        kernel = compiled(here.prepared[-1], tmp_path)
-    check_small(kernel)
-    check_posts(kernel.ptx, world - 1)
-    assert len(acquires(kernel.ptx)) >= world - 1
-    assert votes(kernel.ptx)
-
-
 @pytest.mark.parametrize(("world", "where"), [(2, "rows"), (4, "outer"), (4, "columns"), (8, "rows"), (4, "converted")])
 def test_push_reduce_kernel(world: int, where: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {
@@ -681,6 +668,29 @@ def test_push_all_reduce_kernel(world: int, shots: int, tmp_path: Path) -> None:
     assert len(kernel.ptx.find("ld.acquire.sys.global.s64")) == len(kernel.ptx.find("barrier.red.and.pred")) == shots
     assert votes(kernel.ptx)
     assert {access_bytes(each.op) for each in kernel.ptx.find("st.global.v")} == {16}, "wide runs"
+
+
+#: what the PTX instruction of a maximum compares: bytes as 16 bits, two 16-bit floats at once
+COMPARED = {
+    torch.bfloat16: "bf16x2", torch.float16: "f16x2", torch.float32: "f32", torch.float64: "f64", torch.int64: "s64",
+    torch.int32: "s32", torch.int8: "s16", torch.uint8: "u16", torch.bool: "u16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", EXTREME_DTYPES)
+@pytest.mark.parametrize(("world", "extreme"), [(2, "max"), (4, "min"), (8, "max")])
+def test_push_all_reduce_kernel_of_a_maximum(dtype: torch.dtype, world: int, extreme: str, tmp_path: Path) -> None:
+    """Of a number and NaN the instruction gives the number: it is not the one whose name ends in NaN."""
+    with machine(world=world) as here:
+        call = collectives.scatter_call(tensor(1, 4096).to(dtype), extreme, world, "all_reduce")
+        collectives.DirectTotal(call, here.memory)
+        kernel = compiled(here.prepared[-1], tmp_path)
+    check_small(kernel)
+    check_posts(kernel.ptx, call.wire.shots)
+    assert votes(kernel.ptx)
+    found = {instruction.op for instruction in kernel.ptx.find(f"{extreme}.")}
+    assert f"{extreme}.{COMPARED[dtype]}" in found
+    assert not any("NaN" in op for op in found)
 
 
 SMALLEST: dict[str, Callable[[Machine], Any]] = {

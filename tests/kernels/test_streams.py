@@ -579,7 +579,7 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "sums that are not told": ("all reduce", scripted(scatters, "summed_script", lambda steps: [])),
     "a row of two parts made with the second": ("decomposed all reduce", replaced(decomposed, "part_rows", made_late)),
     "direct gather at once": ("direct gather", heedless("push_gather_kernel")),
-    "maximum at once": ("maxima", heedless("push_gather_kernel")),
+    "maximum at once": ("maxima", heedless("push_all_reduce_kernel")),
     "direct scatter at once": ("direct scatter", heedless("push_reduce_kernel")),
     "direct all-reduce at once": ("direct all reduce", heedless("push_all_reduce_kernel", 0, 1)),
     "sums of a direct all-reduce at once": ("direct all reduce of 3", heedless("push_all_reduce_kernel", 2)),

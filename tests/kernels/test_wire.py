@@ -84,7 +84,7 @@ def test_a_maximum_is_direct_while_it_is_small(world: int, forced: str | None) -
 
 def test_a_maximum_is_like_no_other_call() -> None:
     """On the wire it is a gather of as many bytes, but its signature is its own."""
-    call = collectives.gather_call(empty(1, 6, dtype=FP32), None, 4, False, "max")
+    call = collectives.scatter_call(empty(1, 6, dtype=FP32), "max", 4, "all_reduce")
     assert call.wire == Wire("all_reduce", 4, 24, FP32, "max")
     assert call.wire.told == "all_reduce (24 bytes a rank of float32, max)"
     others = [

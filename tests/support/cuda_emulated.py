@@ -12,6 +12,7 @@ An access is not done at once: what is written is `POISON` at first, and what is
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from math import ceil, nan
 from typing import Any
@@ -424,14 +425,10 @@ def push_gather_program(call: Call, program: int) -> Steps:
     for peer in pushed:
         int64(pads[peer] + (call.rank * call.MAX_PROGRAMS + program) * 8).value = word_of(call, epoch)
         yield None
-    together = True
-    for src in _others(call, 1) if call.TOGETHER else ():
-        together &= yield from data_came(call, pads[call.rank], program, epoch, src)
     for src in (call.rank, *_others(call, 1)):
-        source, number_source, came = shard, numbers, together
+        source, number_source, came = shard, numbers, True
         if src != call.rank:
-            if not call.TOGETHER:
-                came = yield from data_came(call, pads[call.rank], program, epoch, src)
+            came = yield from data_came(call, pads[call.rank], program, epoch, src)
             landing = landings[call.rank] + src * call.part_bytes
             source = at(landing, (call.size,), unit)
             number_source = at(landing + call.scales_offset, (call.numbers,), torch.float32)
@@ -511,11 +508,15 @@ def push_all_reduce_program(call: Call, program: int) -> Steps:
     for src in _others(call, 1):
         came &= yield from data_came(call, pads[call.rank], program, epoch, src)
     for run in runs(call.rank):
-        total = torch.zeros(run.stop - run.start)
+        found = []
         for src in range(world):
             source = own if src == call.rank else landing(call.rank, src, 0, call.rank)
-            total += (yield from look(source, run)).float()
-        rounded = (total * call.factor if came else total * nan).to(dtype)
+            found.append((yield from look(source, run)))
+        if call.REDUCE == "sum":
+            total = functools.reduce(torch.add, [each.float() for each in found], torch.zeros(())) * call.factor
+        else:
+            total = functools.reduce(torch.fmax if call.REDUCE == "max" else torch.fmin, found)
+        rounded = poisoned(total.to(dtype), came)
         yield from put(out, rounded, run)
         for peer in _others(call, 1) if call.SHOTS == 2 and pushes and came else ():
             yield from put(landing(peer, call.rank, 1, call.rank), rounded, run)
@@ -527,7 +528,7 @@ def push_all_reduce_program(call: Call, program: int) -> Steps:
         for src in _others(call, 1):
             for run in runs(src):
                 found = yield from look(landing(call.rank, src, 1, src), run)
-                yield from put(out, found if came else found * nan, run)
+                yield from put(out, poisoned(found, came), run)
     end_call(call, epoch)
 
 

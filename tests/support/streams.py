@@ -176,9 +176,7 @@ class Enqueued(TorchDispatchMode):
         if func.is_view or not held or func is torch.ops.aten.new_empty.default:
             return func(*args, **kwargs)
         aten = torch.ops.aten
-        folds = func in (aten.fmax.default, aten.fmin.default)
-        assert folds or func in (aten.copy_.default, aten.add_.Tensor, aten.cat.out), func
-        into = self.rank.empty(into.shape, into.dtype) if folds else into
+        assert func in (aten.copy_.default, aten.add_.Tensor, aten.cat.out), func
         out_place, places = Place.of(into), tree_map_only(Tensor, Place.of, args)
 
         def steps() -> Steps:
@@ -188,9 +186,6 @@ class Enqueued(TorchDispatchMode):
                 for each in given[0]:
                     found.append((yield from look(each)))
                 yield from put(out, torch.cat(found, *given[1:]))
-            elif folds:
-                left = yield from look(given[0])
-                yield from put(out, func(left, (yield from look(given[1]))))
             else:
                 own = yield from look(out)
                 yield from put(out, func(own, *given[1:]))

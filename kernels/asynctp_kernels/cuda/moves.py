@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from asynctp_kernels.compat import register_wait
 from asynctp_kernels.cuda.choose import select
-from asynctp_kernels.cuda.choose.wire import DIRECT, EXTREMES, PLAIN, PUSH
+from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN, PUSH
 from asynctp_kernels.cuda.groups import in_step, memory_for
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
 from asynctp_kernels.cuda.plans.collectives import (
@@ -74,26 +73,13 @@ class Mover:
         part = self._reduced(blocks, self.world, reduce_op, "reduce_scatter", DirectSum, BulkScatter)
         return None if part is None else part.view(blocks.shape[1:])
 
-    def all_reduce(self, partial: Tensor, reduce_op: str) -> Tensor | None:
-        """The sum of all ranks' tensors, their average, or each element's maximum or minimum."""
-        if reduce_op in EXTREMES:
-            return self._folded(partial, reduce_op)
-        total = self._reduced(partial, 1, reduce_op, "all_reduce", DirectTotal, PushedTotal)
-        return None if total is None else total.view(partial.shape)
+    def all_reduce(self, partial: Tensor, reduce_op: str, check: Check | None = None) -> Tensor | None:
+        """The sum of all ranks' tensors, their average, or each element's maximum or minimum.
 
-    def _folded(self, given: Tensor, reduce_op: str) -> Tensor | None:
-        """The maximum or minimum of all ranks' tensors: they are gathered, and each rank folds them alike."""
-        memory = memory_for(self.group, given.device)
-        if memory is None or given.numel() == 0:
-            return None
-        seen = given.view(1, -1)
-        call = gather_call(seen, None, self.world, False, reduce_op)
-        if call.wire.transport(select.requested()) == PLAIN:
-            return None
-        key = ("fold", reduce_op, *keys_of(seen))
-        plan = _planned(memory, key, lambda: DirectGather(call, memory))
-        (parts,) = in_step(memory, plan.run, seen, None, (), (), ())
-        return folded(parts, reduce_op).view(given.shape)
+        check: Validates the call, once a plan.
+        """
+        total = self._reduced(partial, 1, reduce_op, "all_reduce", DirectTotal, PushedTotal, check)
+        return None if total is None else total.view(partial.shape)
 
     def _reduced(
         self,
@@ -103,44 +89,37 @@ class Mover:
         kind: str,
         direct: type[DirectSum | DirectTotal],
         pushed: type[BulkScatter],
+        check: Check | None = None,
     ) -> Tensor | None:
         """This rank's result of the sum of all ranks' tensors, which are seen as so many rows."""
         memory = memory_for(self.group, given.device)
         if memory is None or given.numel() == 0:
             return None
-        seen = given.view(rows, -1)
-        call = scatter_call(seen, reduce_op, self.world, kind)
-        transport = call.wire.transport(select.requested())
-        if transport == PLAIN:
+
+        def make() -> DirectSum | DirectTotal | BulkScatter | None:
+            call = scatter_call(given.view(rows, -1), reduce_op, self.world, kind)
+            makers: dict[str, Any] = {DIRECT: direct, PUSH: pushed}
+            transport = call.wire.transport(select.requested())
+            return None if transport == PLAIN else makers[transport](call, memory)
+
+        plan = _planned(memory, (kind, reduce_op, *keys_of(given)), make, check)
+        if plan is None:
             return None
-        key = (kind, reduce_op, *keys_of(seen))
-        if transport == DIRECT:
-            found: Tensor = in_step(memory, _planned(memory, key, lambda: direct(call, memory)).reduce, seen)
-            return found
-        bulk: Bulk = in_step(memory, _planned(memory, key, lambda: pushed(call, memory)).start_bulk, seen)
+        seen = given.view(rows, -1)
+        if not isinstance(plan, BulkScatter):
+            return in_step(memory, plan.reduce, seen)
+        bulk = in_step(memory, plan.start_bulk, seen)
         _wait_for(bulk)
         return bulk.result
 
 
-def folded(parts: Tensor, reduce_op: str) -> Tensor:
-    """The largest elements of all rows [ranks, n], or the smallest: [n]. A NaN gives way to a number, as with NCCL.
-
-    Halves are folded into one another, so kernels are few. Those of an odd number share a row, which changes nothing.
-    """
-    floats = parts.dtype.is_floating_point
-    largest, smallest = (torch.fmax, torch.fmin) if floats else (torch.maximum, torch.minimum)
-    fold = largest if reduce_op == "max" else smallest
-    while (ranks := parts.shape[0]) > 1:
-        half = (ranks + 1) // 2
-        parts = fold(parts[:half], parts[ranks - half :])
-    return parts[0]
-
-
-def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """The plan of a call without a matmul."""
+def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T], check: Check | None = None) -> T:
+    """The plan of a call without a matmul; None of one that is left to NCCL."""
     key = ("moved", memory.skipped, select.requested(), *key)
-    plan: Any = memory.plans.get(key)
-    if plan is None:
+    plan: Any = memory.plans.get(key, MISSING)
+    if plan is MISSING:
+        if check is not None:
+            check_or_skip(check, memory)
         plan = keep(memory, key, in_step(memory, make))
     return plan  # type: ignore[no-any-return]
 
@@ -220,8 +199,7 @@ def run_bulk_all_reduce(tensor: Tensor, reduce_op: str, group: ProcessGroup, che
     if memory is None:
         check()
         return None
-    check_or_skip(check, memory)
-    return Mover(group).all_reduce(tensor.contiguous(), reduce_op)
+    return Mover(group).all_reduce(tensor.contiguous(), reduce_op, check)
 
 
 def _waited(bulk: Bulk, result: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
     gather      the bytes of each rank's shard                     → in rank order on every rank
     reduction   each rank's tensor, in its dtype and element order → a rank's part of the sum, or all of it
-    maximum     each rank's tensor, as it is gathered → the largest of each element, or the smallest
+    maximum     each rank's tensor, in its dtype and element order → the largest of each element, or the smallest
 
 Ranks share the collective: its kind, its bytes and dtype, and the group. They need not share anything else: what a rank
 multiplies by, how it views a tensor, whether it multiplies at all. So the transport is chosen here, of these facts
@@ -49,10 +49,10 @@ ONE_SHOT_BYTES, ONE_SHOT_EXTRA = 8 << 20, 3 << 18
 #: bytes of an all-reduce from which a scatter that overlaps, whose sums are shared then, is faster than `direct`.
 #: Source: `docs/results/2026-11-27-h100x4/all-reduce-shared.txt`: here both take as long
 ALL_REDUCE_BYTES = ALL_REDUCE_LIMIT
-#: reductions that gather all ranks' tensors, and that each rank then folds
+#: reductions that give one of the ranks' elements
 EXTREMES = ("max", "min")
-#: bytes of an all-reduce of these up to which it is `direct`. Ranks gather the whole of each other, so it is for few
-#: bytes; the pass makes one all-reduce of several (`planning.bucketing`) up to as many.
+#: bytes of an all-reduce of these up to which it is `direct`, and up to which the pass makes one all-reduce of several
+#: (`planning.bucketing`)
 EXTREME_BYTES = 256 << 10
 #: what both torch's NCCL and torch's elementwise ops find the larger of
 EXTREME_DTYPES = (

@@ -239,7 +239,6 @@ def push_gather_kernel(
     rank,
     WORLD: tl.constexpr,
     SCALE_TRAVELS: tl.constexpr,
-    TOGETHER: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     ALONG_LAST: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
@@ -250,10 +249,8 @@ def push_gather_kernel(
     """All-gather of `size` units (integers of any width) and, if they travel, fp32 scales: `numbers` of them.
 
     A shard's rows lie in blocks of `inner` between those of other ranks, and its scales in blocks of `inner_numbers`.
-    A program takes `BLOCK` units and `NUMBERS` scales at a time.
-
-    A shard that did not come is poisoned where it would lie. TOGETHER: all shards are then, the own one too, as each
-    element of the result is made of all of them, and a maximum would leave NaN out.
+    A program takes `BLOCK` units and `NUMBERS` scales at a time. A shard that did not come is poisoned where it would
+    lie.
     """
     begin_call(doing_ptr, signature)
     pid = tl.program_id(0)
@@ -285,21 +282,14 @@ def push_gather_kernel(
         if pushes:
             post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch * SIGNATURES + signature)
 
-    together = epoch > 0
-    if TOGETHER:
-        for step in tl.static_range(1, WORLD):
-            src = (rank + step) % WORLD
-            word = tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8
-            together = together & data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited)
     for step in tl.static_range(WORLD):
         src = (rank + step) % WORLD
         source = shard_ptr
         scale_source = scale_ptr
-        came = together
+        came = epoch > 0
         if step > 0:
-            if not TOGETHER:
-                word = tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8
-                came = data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited)
+            word = tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8
+            came = data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited)
             part = tl.load(table + rank) + slot + src * part_bytes
             source = tl.multiple_of(part.to(tl.pointer_type(unit)), 16)
             if SCALE_TRAVELS:
@@ -426,6 +416,40 @@ def sum_of_ranks(own, others, part_bytes, index, size, came, factor, rank, WORLD
     return tl.where(here, total * factor, float("nan"))
 
 
+@triton.jit
+def extreme_of_ranks(own, others, part_bytes, index, size, came, rank, WORLD: tl.constexpr, REDUCE: tl.constexpr):
+    """The largest ("max") of the ranks' elements `index` below `size`, or the smallest; poison where data did not come.
+
+    The other arguments are as of `sum_of_ranks`. A NaN gives way to a number, as with NCCL.
+    """
+    dtype = own.dtype.element_ty
+    here = index < tl.where(came != 0, size, 0)
+    for src in tl.static_range(WORLD):
+        source = tl.multiple_of((others + src * part_bytes).to(tl.pointer_type(dtype)), 16)
+        if src == rank:
+            source = own
+        values = tl.load(source + index, mask=here, other=0)
+        if dtype == tl.bfloat16 or dtype == tl.float16:
+            values = exact_f32(values)
+        if src == 0:
+            found = values
+        elif REDUCE == "max":
+            found = tl.maximum(found, values)
+        else:
+            found = tl.minimum(found, values)
+    if dtype == tl.bfloat16 or dtype == tl.float16:
+        found = round_to(found, dtype)
+    return poisoned(found, came)
+
+
+@triton.jit
+def poisoned(values, came):
+    """`values`; NaN, or of integers `POISON`, where they did not come."""
+    if values.dtype.is_floating():
+        return tl.where(came != 0, values, float("nan")).to(values.dtype)
+    return tl.where(came != 0, values, tl.full(values.shape, POISON, tl.int32).to(values.dtype))
+
+
 @triton.jit(do_not_specialize=["awaited", "signature", "rank"])
 def push_all_reduce_kernel(
     own_ptr,
@@ -446,6 +470,7 @@ def push_all_reduce_kernel(
     factor,
     rank,
     WORLD: tl.constexpr,
+    REDUCE: tl.constexpr,
     SHOTS: tl.constexpr,
     LANES: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
@@ -453,6 +478,8 @@ def push_all_reduce_kernel(
     BLOCK: tl.constexpr,
 ):
     """All-reduce of `size` elements: fp32 sum in rank order, times `factor`, rounded once. `out` may be `own`.
+
+    REDUCE: "sum", or in its place "max" or "min" of each element, in any dtype.
 
     SHOTS 1: every rank gets all that the others have, and adds. A `part` is the whole.
     SHOTS 2: rank r adds the elements from r * `part` on, and sends their sum to the others. Of the last ranks there may
@@ -506,8 +533,11 @@ def push_all_reduce_kernel(
     count = tl.minimum(part, size - first)
     for block in range(pid, blocks, PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        total = sum_of_ranks(own_ptr + first, landed, part_bytes, index, count, came, factor, rank, WORLD)
-        total = round_to(total, dtype)
+        if REDUCE == "sum":
+            total = sum_of_ranks(own_ptr + first, landed, part_bytes, index, count, came, factor, rank, WORLD)
+            total = round_to(total, dtype)
+        else:
+            total = extreme_of_ranks(own_ptr + first, landed, part_bytes, index, count, came, rank, WORLD, REDUCE)
         tl.store(out_ptr + first + index, total, mask=index < count)
         if SHOTS == 2:
             mask = index < tl.where((pushed & came) != 0, count, 0)
@@ -527,8 +557,8 @@ def push_all_reduce_kernel(
             index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             mask = (index[None, :] < counts[:, None]) & others_of_part[:, None]
             there = tl.multiple_of(sums, 16)[:, None] + index[None, :]
-            values = tl.load(there, mask=mask & (index[None, :] < tl.where(came != 0, size, 0)), other=float("nan"))
-            tl.store(out_ptr + firsts[:, None] + index[None, :], values, mask=mask)
+            values = tl.load(there, mask=mask & (index[None, :] < tl.where(came != 0, size, 0)))
+            tl.store(out_ptr + firsts[:, None] + index[None, :], poisoned(values, came), mask=mask)
     end_call(epoch_ptr, epoch, done_ptr, doing_ptr, PROGRAMS)
 
 

@@ -180,9 +180,9 @@ def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     return whole
 
 
-def gather_call(shard: Tensor, numbers: Tensor | None, world: int, kept: bool, folds: str = "") -> GatherCall:
-    """A gather of shards like `shard` [m, *, n], and of numbers [1, count], with no matmul; `folds` as there."""
-    return GatherCall(shard, None, (), (), (), 0, False, shard.dtype, False, True, world, numbers, kept, folds=folds)
+def gather_call(shard: Tensor, numbers: Tensor | None, world: int, kept: bool) -> GatherCall:
+    """A gather of shards like `shard` [m, *, n], and of numbers [1, count], with no matmul."""
+    return GatherCall(shard, None, (), (), (), 0, False, shard.dtype, False, True, world, numbers, kept)
 
 
 def scatter_call(whole: Tensor, reduce_op: str, world: int, kind: str = "reduce_scatter") -> ScatterCall:

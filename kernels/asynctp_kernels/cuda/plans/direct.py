@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose.wire import DIRECT
+from asynctp_kernels.cuda.choose.wire import DIRECT, EXTREMES
 from asynctp_kernels.cuda.gemm.copy_kernels import push_all_reduce_kernel, push_gather_kernel, push_reduce_kernel
 from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors, ShardSizes, block_for
@@ -48,7 +49,6 @@ class DirectGather(WholeGather):
         constants = {
             "WORLD": memory.world,
             "SCALE_TRAVELS": sizes.number_count > 0,
-            "TOGETHER": bool(call.folds),
             "CONTIGUOUS": layout.whole,
             "ALONG_LAST": layout.along_last,
             "MAX_PROGRAMS": DIRECT_PROGRAMS,
@@ -103,7 +103,7 @@ class DirectScatter(WholeScatter):
 
 
 class DirectAllReduce(WholeScatter):
-    """One kernel that pushes and adds, in one shot or two: the whole sum, in the place of the matmuls."""
+    """One kernel that pushes and adds, in one shot or two: the whole sum, or extreme, in the place of the matmuls."""
 
     name = "direct"
     in_place = True
@@ -123,7 +123,8 @@ class DirectAllReduce(WholeScatter):
             run //= 2
         block = run // itemsize
         programs = grid(-(-part // block), DIRECT_PROGRAMS)
-        like = call.a_parts[0].new_empty(self.staging_shape, dtype=self.wire_dtype)
+        dtype = torch.uint8 if self.wire_dtype == torch.bool else self.wire_dtype  # of which kernels know no maximum
+        like = call.a_parts[0].new_empty(self.staging_shape, dtype=dtype)
         args = [
             like, like, size, part, area.table.data_ptr(), words.table.data_ptr(), area.size // 2, part_bytes,
             memory.epoch, memory.direct_done, memory.doing, memory.bound, memory.status, signature, signature,
@@ -131,6 +132,7 @@ class DirectAllReduce(WholeScatter):
         ]  # fmt: skip
         constants = {
             "WORLD": world,
+            "REDUCE": wire.reduce_op if wire.reduce_op in EXTREMES else "sum",
             "SHOTS": shots,
             "LANES": lanes,
             "MAX_PROGRAMS": DIRECT_PROGRAMS,

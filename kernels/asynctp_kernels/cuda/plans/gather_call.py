@@ -47,7 +47,7 @@ class GatherCall:
     """The arguments that decide a plan; the tensors stand for all tensors of their shapes, strides and dtypes.
 
     kept: every rank keeps the gathered A, whether it returns it or not. unknown: arguments that the call has, and that
-    no kernel knows. folds: what is made of the shards, "max" or "min": then the call is an all-reduce.
+    no kernel knows.
     """
 
     a_shard: Tensor
@@ -64,7 +64,6 @@ class GatherCall:
     along: Tensor | None = None
     kept: bool = False
     unknown: tuple[str, ...] = ()
-    folds: str = ""
 
     @classmethod
     def of(cls, call: GatherArguments, world: int) -> GatherCall:
@@ -98,15 +97,13 @@ class GatherCall:
     def op(self) -> str:
         """Its name, for messages; a call without a matmul is in flight."""
         if not self.bs:
-            return "all_reduce" if self.folds else "all_gather"
+            return "all_gather"
         return "all_gather_matmul" if self.a_scale is None else "all_gather_scaled_matmul"
 
     @property
     def wire(self) -> Wire:
         """The facts of it that all ranks share."""
         own_bytes = self.a_shard.numel() * self.a_shard.itemsize
-        if self.folds:
-            return Wire("all_reduce", self.world, own_bytes, self.a_shard.dtype, self.folds)
         numbers = 0 if self.travels is None else 4 * self.travels.numel()
         return Wire("all_gather", self.world, own_bytes, number_bytes=numbers, kept=self.kept)
 
