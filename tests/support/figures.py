@@ -19,7 +19,7 @@ RESULTS, IMAGES = ROOT / "docs" / "results", ROOT / "docs" / "images"
 STEPS = (
     ("4 × H200\n2026-11-22", ("2026-11-22-h200x4/e2e.txt", "2026-11-22-h200x4/e2e-settled.txt"), ("70b", "8b")),
     ("2 × H100\n2026-11-25", ("2026-11-25-h100x2/e2e.txt",), ("70b", "8b")),
-    ("4 × H100\n2026-11-27", ("2026-11-27-h100x4/e2e.txt",), ("70b",)),
+    ("4 × H100\n2026-11-28", ("2026-11-28-h100x4/steps-2.15.txt",), ("70b", "8b")),
 )
 KINDS = {"bf16": "bf16", "fp8": "fp8 tensorwise", "fp8-rowwise": "fp8 rowwise"}
 BACKENDS = {"intree": ("PyTorch's async TP", "#d98200"), "asynctp": ("asynctp", "#1f6feb")}
