@@ -23,6 +23,7 @@ from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_SHARED,
     BESIDE_WARPS,
+    FUSION,
     Launch,
     fit_together,
 )
@@ -93,7 +94,7 @@ class Compiled:
 
 def compiled(prepared: Prepared, folder: Path) -> Compiled:
     """What `launch.prepare` would have compiled."""
-    options = {**prepared.constants, **prepared.options, "num_warps": prepared.num_warps}
+    options = {**prepared.constants, **prepared.options, **FUSION, "num_warps": prepared.num_warps}
     kernel = prepared.kernel.warmup(*prepared.args, grid=(prepared.programs, 1, 1), **options)
     kernel = kernel.result() if hasattr(kernel, "result") else kernel
     registers, stack = resources(kernel.asm["cubin"], folder)
