@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=4 tests/gpu/host.py
 
 Microseconds of an eager call as a program makes it, with all that PyTorch does for an op: among others of its kind, and
-the first one behind a wait of the host for the GPU, when nothing of all that is in the caches of the CPU. One JSON line
-a kind of call, from rank 0; first cuBLAS alone.
+the first one after a wait of the host for the GPU, when nothing of all that is in the caches of the CPU. One JSON line
+a kind of call, from rank 0; first cuBLAS alone, and NCCL with it or alone.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from asynctp_kernels import cuda
 from launched import end, show, start
 from torch import Tensor
 
-import asynctp_passes.ops  # noqa: F401
+import asynctp_passes.ops.collectives  # noqa: F401  (registers the ops)
 
 ROUNDS, CALLS, FIRST = 8, 48, 8
 M, K, N = 1024, 512, 512
 
 
 def measure(function: Callable[[], Any]) -> dict[str, float]:
-    """Host time of a call in microseconds: quantiles among others, and the median right behind a wait."""
+    """Host time of a call in microseconds: quantiles among others, and the median right after a wait."""
     among, first = list[float](), list[float]()
     for number in range(ROUNDS + 1):
         torch.cuda.synchronize()
@@ -62,6 +62,15 @@ def main() -> None:
         ),
         "scatter": lambda: ops.matmul_reduce_scatter([whole], [b], [None], "sum", 0, world, name),
     }
+    few, one, plain = whole[:64], torch.randn(64, device="cuda"), torch.ops._c10d_functional
+    reductions: dict[str, Callable[[], Any]] = {
+        "all-reduce of 64 rows": lambda: ops.matmul_all_reduce([few], [b], [None], "sum", name),
+        "maximum of 64 numbers": lambda: ops.all_reduce(one, "max", name),
+    }
+    by_nccl: dict[str, Callable[[], Any]] = {
+        "all-reduce of 64 rows": lambda: plain.wait_tensor(plain.all_reduce_(torch.mm(few, b), "sum", name)),
+        "maximum of 64 numbers": lambda: plain.wait_tensor(plain.all_reduce(one, "max", name)),
+    }
     gc.disable()
     with torch.no_grad():
         show({"call": "cuBLAS", "ranks": world, "us": measure(lambda: torch.mm(whole, b))})
@@ -69,6 +78,9 @@ def main() -> None:
             with cuda.forced(implementation):
                 for call, function in calls.items():
                     show({"call": call, "implementation": implementation, "ranks": world, "us": measure(function)})
+        for implementation, functions in (("NCCL", by_nccl), ("direct", reductions), ("NCCL", by_nccl)):
+            for call, function in functions.items():
+                show({"call": call, "implementation": implementation, "ranks": world, "us": measure(function)})
     end()
 
 
