@@ -81,7 +81,7 @@ class Rule:
 RULES = (
     Rule("communication", r"^nccl", "NCCL kernels"),
     Rule("communication", r"^Memcpy PtoP", "copies between GPUs"),
-    Rule("communication", r"^(stage|await|push_gather|push_reduce|reduce)_kernel$", "asynctp's collective kernels"),
+    Rule("communication", r"^(stage|await|keep|push_\w+|reduce)_kernel$", "asynctp's collective kernels"),
     Rule(
         "communication",
         r"(one_shot|two_shot|multimem)_(all_|reduce_)|\b(barrier|put_signal|wait_signal)_kernel\b",

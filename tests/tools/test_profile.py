@@ -125,6 +125,15 @@ def test_rules(name: str, kind: str, what: str, tmp_path: Path) -> None:
     assert (trace.events[0].rule.kind, trace.events[0].rule.what) == (kind, what)
 
 
+def test_all_kernels_of_collectives_communicate() -> None:
+    """Those of the module of copies and reductions, and no other of the package."""
+    kernels = pytest.importorskip("asynctp_kernels.cuda.gemm.copy_kernels")
+    names = [name for name in vars(kernels) if name.endswith("_kernel")]
+    assert "push_all_reduce_kernel" in names
+    first = [next(rule for rule in profile.RULES if re.search(rule.pattern, name)) for name in names]
+    assert {(rule.kind, rule.what) for rule in first} == {("communication", "asynctp's collective kernels")}
+
+
 def test_own_rules_come_first(tmp_path: Path) -> None:
     events = [event("my_put", 0, 4), event("ncclKernel", 4, 9)]
     assert summary_of(tmp_path, events).exposed == 5
