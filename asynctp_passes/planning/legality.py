@@ -36,6 +36,7 @@ __all__ = [
     "is_named_for_data",
     "is_tensor_parallel",
     "on_wire",
+    "ranks_alike",
 ]
 
 Verdict = Mapping[tuple[str, str], str | None]
