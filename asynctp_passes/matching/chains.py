@@ -481,8 +481,8 @@ def _placed(
 class Bucket:
     """`(x → all_reduce → wait)+`: all-reduces, in graph order, that become one in front of the node `place`.
 
-    `place` is a member's collective, or the first node of a step that needs a member. Where that is a fused chain,
-    `chain`, it is the place of the fused op. Others of a graph may lie between the same two collectives of the program:
+    `place` is a member's collective, or what communicates next. Where it is a fused chain, `chain`, it is the place of
+    the fused op. Others of a graph may lie between the same two collectives of the program:
     `earlier` are those in front of this one. `beside` are the texts of the plan's other deviations: without one of them
     there may be no place for this bucket.
     """

@@ -29,6 +29,7 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.collectives import WAIT
 from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.order import communicates
 from asynctp_passes.ir.traversal import steps_of
 from asynctp_passes.matching.chains import Bucket, Chain, Decision, dropped_collectives, fused_chains
 from asynctp_passes.matching.collapsed import collapsed
@@ -87,7 +88,7 @@ def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket
     found = sorted((one for ours in sets.values() for one in ours), key=lambda one: one.before)
     fused = {chain.collective.node: chain for chain in fused_chains(decisions)}
     beside = tuple(sorted(f"{group} {text}" for group, text in deviations_beside(decisions, context.words)))
-    buckets = (_bucket(one, steps, place, fused) for one in found if len(one.members) > 1)
+    buckets = (_bucket(one, steps, place, context.segments, fused) for one in found if len(one.members) > 1)
     return _told_apart((replace(one, beside=beside) for one in buckets), context)
 
 
@@ -102,12 +103,20 @@ def deviations_beside(decisions: Sequence[Decision], words: Words) -> Iterator[t
 
 
 def _bucket(
-    chosen: _Set, steps: Sequence[Sequence[fx.Node]], place: Mapping[fx.Node, int], fused: Mapping[fx.Node, Chain]
+    chosen: _Set,
+    steps: Sequence[Sequence[fx.Node]],
+    place: Mapping[fx.Node, int],
+    segment: Mapping[fx.Node, int],
+    fused: Mapping[fx.Node, Chain],
 ) -> Bucket:
-    """The members in order, and where their window is: at the first member that lies in it, else at its end."""
+    """The members in order, and what communicates next: a member that lies in their window, or at its end or after.
+
+    Other nodes may stand on another side of a late gather than their steps do. An in-place operation ends the search.
+    """
     members = tuple(sorted(chosen.members, key=lambda member: place[member.node]))
-    inside = (member.node for member in members if chosen.after < place[member.node] < chosen.before)
-    at = next(inside, None) or steps[int(chosen.before)][0]
+    inside = [place[member.node] for member in members if chosen.after < place[member.node] < chosen.before]
+    left = [step[0] for step in steps[int(min([*inside, chosen.before])) :]]
+    at = next((node for node in left if communicates(node) or segment[node] > segment[left[0]]), left[-1])
     return Bucket(members, at, fused.get(at))
 
 

@@ -16,10 +16,10 @@ from asynctp_passes.ir.traversal import phase_of, reachable, segments, tangents_
 from asynctp_passes.matching.chains import Candidate, Decision
 from asynctp_passes.matching.find import find
 from asynctp_passes.planning.deviations import Words
-from asynctp_passes.planning.legality import CHECKS, Context, Verdict, is_tensor_parallel
-from asynctp_passes.reasons import Refusal
+from asynctp_passes.planning.legality import CHECKS, Context, Verdict, is_tensor_parallel, ranks_alike
+from asynctp_passes.reasons import RANKS_DIFFER, RESULT_DROPPED, Refusal
 
-__all__ = ["allowed", "decide", "decide_graph", "unused_collectives"]
+__all__ = ["allowed", "decide", "decide_graph", "unused_collectives", "without"]
 
 
 def decide_graph(
@@ -104,3 +104,23 @@ def decide(candidates: Sequence[Candidate], context: Context) -> list[Decision]:
 
 def _verdict(candidate: Candidate, context: Context) -> Refusal | None:
     return next((refusal for check in CHECKS if (refusal := check(candidate, context)) is not None), None)
+
+
+def without(decisions: Sequence[Decision], context: Context) -> tuple[list[Decision], Context]:
+    """Decisions that were made before the ranks were asked, but for the refused deviations, and their context.
+
+    Nothing new takes the place of these.
+    """
+    collectives = [one.candidate.collective for one in decisions]
+    context = replace(context, unused=_dropped_everywhere(collectives, context))
+    return [_as_refused(one, context) for one in decisions], context
+
+
+def _as_refused(decision: Decision, context: Context) -> Decision:
+    """A decision that is MISSED where its deviations are refused."""
+    candidate = decision.candidate
+    if decision.refusal is None:
+        return replace(decision, refusal=ranks_alike(candidate.joins or candidate, context))
+    if decision.refusal.reason is RESULT_DROPPED and candidate.collective.node not in context.unused:
+        return replace(decision, refusal=Refusal(RANKS_DIFFER, decision.refusal.facts))
+    return decision

@@ -11,11 +11,12 @@ from torch import fx
 
 from asynctp_passes import compat, ops, reasons
 from asynctp_passes.config import Config
-from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions
+from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import describe, mutates, tensor_of, value_of
 from asynctp_passes.ir.scales import scales_mismatch
 from asynctp_passes.ir.sizes import Sizes, are_one, express, identical
+from asynctp_passes.ir.traversal import draws
 from asynctp_passes.matching.chains import Candidate, GatherChain
 from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.planning.cost_model import bytes_of, cost_of, hoist_pays
@@ -36,6 +37,7 @@ __all__ = [
     "is_named_for_data",
     "is_tensor_parallel",
     "on_wire",
+    "ranks_alike",
 ]
 
 Verdict = Mapping[tuple[str, str], str | None]
@@ -263,6 +265,16 @@ def nothing_mutated_in_between(candidate: Candidate, context: Context) -> Refusa
     return Refusal(reasons.MUTATED_IN_BETWEEN, ", ".join(node.name for node in between))
 
 
+def kept_gather_can_move(candidate: Candidate, context: Context) -> Refusal | None:
+    """A gather that stays beside a fused op comes after it, on all ranks: with the op it passes no random numbers."""
+    chain = candidate.chain
+    if chain is None or chain.follows is None or chain.hoist is None or not chain.hoist.kept:
+        return None
+    first, last = chain.collective.node, max(nodes_of(chain.matmuls))
+    drawn = [node.name for node in draws(context.graph) if first < node < last]
+    return Refusal(reasons.RANDOM_BETWEEN, ", ".join(drawn)) if drawn else None
+
+
 def values_known(candidate: Candidate, context: Context) -> Refusal | None:
     """The rewrite computes the values of new nodes from fake tensors of one mode."""
     chain = candidate.chain
@@ -422,6 +434,7 @@ CHECKS: tuple[Check, ...] = (
     reduce_op_supported,
     chain_proven,
     nothing_mutated_in_between,
+    kept_gather_can_move,
     values_known,
     device_supported,
     contraction_or_columns_fit,

@@ -161,6 +161,7 @@ class _Collapsed:
         self.unit_of = {node: decision.candidate.nodes for decision in fused for node in decision.candidate.nodes}
         ops = fused_chains(fused)
         within = {node for chain in ops for node in nodes_of(chain.matmuls)}
+        self.late = [(self.place[one.follows], one.collective.node) for one in ops if one.follows is not None]
         ops = [chain for chain in ops if any(matmul.node in facts.used for matmul in chain.matmuls)]
         found = [self._product(node, node, work, False) for node, work in facts.work.items() if node not in within]
         found += [
@@ -204,13 +205,18 @@ class _Collapsed:
         return sorted(chosen, key=lambda one: one.place)
 
     def _between_communications(self, collective: Collective, after: set[fx.Node]) -> range:
-        """The places from the communication before a collective to the first one that needs it, both left out."""
+        """The places from the communication before a collective to the first one that needs it, both left out.
+
+        A gather that comes late needs it after the node that it follows.
+        """
         places, start = self.facts.start_places, self.place[collective.start]
         own = bisect.bisect_left(places, start)
         later = self.facts.starts[bisect.bisect_right(places, start) :]
         last = next((node for node in later if node in after and node is not collective.node), None)
+        ends = [len(self.place) if last is None else self.place[last]]
+        ends += [follows for follows, gather in self.late if follows >= start and gather in after]
         first = places[own - 1] if own else -1
-        return range(first + 1, len(self.place) if last is None else self.place[last])
+        return range(first + 1, min(ends))
 
     def _needed_up_to(self, collective: Collective) -> set[fx.Node]:
         """All that a collective comes after, and the communications in front of it: one walk for all that are asked.

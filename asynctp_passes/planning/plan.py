@@ -25,7 +25,7 @@ from asynctp_passes.matching.chains import (
 )
 from asynctp_passes.ops.checks import EXTREMES
 from asynctp_passes.planning.bucketing import deviations_beside, find_buckets
-from asynctp_passes.planning.decide import decide_graph
+from asynctp_passes.planning.decide import decide_graph, without
 from asynctp_passes.planning.deviations import Words, communicated
 from asynctp_passes.planning.legality import (
     Context,
@@ -210,7 +210,12 @@ def planned(
         verdict: What the ranks said to deviations; None before they were asked, when all are planned.
         left: Groups that are known to be left to torch, whose collectives nothing compares on GPUs.
     """
-    found, context = decide_graph(graph, config, verdict, left)
+    return _planned(*decide_graph(graph, config, verdict, left), agreed)
+
+
+def _planned(found: list[Decision], context: Context, agreed: Set[tuple[str, str]]) -> Plan:
+    """The plan of these decisions."""
+    graph, left = context.graph, context.left
     decisions = plan_overlap(graph, found)
     buckets = find_buckets(decisions, context)
     told = ((bucket, context.words.of_bucket(bucket)) for bucket in buckets)
@@ -218,7 +223,7 @@ def planned(
     plan = _following(Plan(decisions, context, alike), agreed)
     dropped = {one.group_key for one in plan.dropped if on_wire(one) and one.reduce_op not in EXTREMES}
     if blind := dropped & (plan.plain - left):
-        return planned(graph, config, agreed, verdict, left | blind)
+        return planned(graph, context.config, agreed, context.verdict, left | blind)
     shown = [
         before if after.overlaps_with and after.candidate.collective.group_key in plan.plain else after
         for before, after in zip(found, decisions, strict=True)
@@ -237,7 +242,14 @@ def without_refused(plan: Plan, verdict: Verdict, agreed: Set[tuple[str, str]] =
     accepted = {at for at, reason in verdict.items() if reason is None}
     if len(accepted) == len(verdict):
         return plan
-    return planned(plan.context.graph, plan.context.config, agreed | accepted, verdict)
+    context, told = plan.context, agreed | accepted
+    again = planned(context.graph, context.config, told, verdict)
+    made, kept = (set(deviations_beside(each.decisions, context.words)) for each in (plan, again))
+    if made & accepted <= kept:
+        return again
+    # a chain that took the place of a refused one stands in another's way: that one's peers do it
+    found, first = decide_graph(context.graph, context.config, None, context.left)
+    return _planned(*without(found, dataclasses.replace(first, verdict=verdict)), told)
 
 
 def _following(plan: Plan, agreed: Set[tuple[str, str]]) -> Plan:

@@ -80,6 +80,9 @@ def schedule(
     flops = {node: cost_model.work_of(node) for node in used if is_matmul(node)}
     flops |= {op: count for op, count in work.items() if op in used}
     segment = segments(graph, between_draws=True)
+    for gather, op in moves.kept:  # on all ranks: a gather may have come late with its op
+        if op is not None and gather.node in segment and segment[gather.node] == segment[op]:
+            _move_after([gather.node], op)
     flying = _in_flight([*moves.kept, *((collective, None) for collective, _ in moves.beside)], segment)
     _run_beside(flying, flops, segment)
     _wait_with_sources(flying, segment)
@@ -230,10 +233,9 @@ def _in_flight(alone: Iterable[Kept], nodes: Container[fx.Node]) -> list[Kept]:
 
 
 def _run_beside(flying: Iterable[Kept], flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]) -> None:
-    """Move gathers that stay after their fused op, and what waits for them after as many matmuls as overlap them."""
+    """Move what waits for gathers that stay after as many matmuls as overlap them."""
     for gather, op in flying:
         if op is not None and segment[gather.node] == segment[op]:
-            _move_after([gather.node], op)
             products = _matmuls_that_overlap(gather, flops, segment)
             if products:
                 _move_after(gather.waits, products[-1])

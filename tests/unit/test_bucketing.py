@@ -17,7 +17,7 @@ from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, aten, c10d, show
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
-from lockstep import evaluate, op_name
+from lockstep import differences, evaluate, op_name
 from passes import before_and_after, copied, run_pass
 from profiles import THOROUGH
 from torch import Tensor
@@ -289,6 +289,44 @@ def test_beside_chains_of_one_collective(kind: str) -> None:
     report = run_pass(graph)
     assert len(report.fused) == 2
     assert sets_of(report) == [("all_reduce", "all_reduce_1")]
+
+
+# --- beside a late gather ----------------------------------------------------------------------------------
+def late(b: GraphBuilder, weight: Node, after: Node, whole: Node) -> Node:
+    """A matmul of a gathered tensor, whose weight is reduced after the gather."""
+    return b.mm(whole, b.call(aten.mul.Tensor, weight, after))
+
+
+def needed_by_its_weight(b: GraphBuilder) -> tuple[Node, ...]:
+    """A member goes into a matmul that the late gather waits for, which comes after the late gather's place."""
+    whole, first = b.gather(b.input("x", [4, 8])), amax(b, b.input("v", [8]))
+    product = b.mm(b.input("a", [8, 8]), b.input("u", [8, 8]))
+    total = all_reduce(b, product, "sum")
+    weight = b.mm(b.call(aten.mul.Tensor, b.input("w", [8, 8]), first), b.input("y", [8, 8]))
+    return total, late(b, weight, total, whole), amax(b, product)
+
+
+def needed_by_what_waits_for_it(b: GraphBuilder) -> tuple[Node, ...]:
+    """A member goes into a matmul that waits for the late gather, and comes before that one's place."""
+    whole, first = b.gather(b.input("x", [4, 8])), amax(b, b.input("v", [8]))
+    product = b.mm(b.relu(whole), b.call(aten.mul.Tensor, b.input("u", [8, 8]), first))
+    total = all_reduce(b, b.input("w", [8, 8]), "sum")
+    out = late(b, b.input("y", [8, 8]), total, whole)
+    return product, out, amax(b, out)
+
+
+@pytest.mark.parametrize("build", [needed_by_its_weight, needed_by_what_waits_for_it])
+def test_a_bucket_beside_a_late_gather(build: Callable[[GraphBuilder], tuple[Node, ...]]) -> None:
+    b = GraphBuilder(ranks=2)
+    graph = b.returns(*build(b))
+    rewritten = copied(graph)
+    report = run_pass(rewritten)
+    assert [len(members) for members in sets_of(report)] == [2]
+    assert any(text.startswith("late: ") for ballot in report.ballots for text in ballot.deviations)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [node.meta["val"].shape for node in graph.nodes if node.op == "placeholder"]
+    values = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(2)]
+    assert differences(*(evaluate(one, values) for one in (graph, rewritten))) == []
 
 
 # --- what stays apart --------------------------------------------------------------------------------------

@@ -537,6 +537,18 @@ def product_of_an_op_that_takes_the_gathered(b: GraphBuilder) -> tuple[Node, ...
     return b.mm(left, gather_of_norms(b)), b.mm(b.relu(first), b.input("w", [10, 4]))
 
 
+def gather_that_a_late_one_waits_for(b: GraphBuilder) -> tuple[Node, ...]:
+    """It runs beside no fused op after the late gather's, whose weight depends on it."""
+    whole, norms = b.gather(b.input("x", [4, 8])), gather_of_norms(b)
+    late = b.mm(whole, b.call(aten.mul.Tensor, b.input("w", [8, 6]), b.call(aten.mean.default, norms)))
+    return late, chain(b), *maxima(b)
+
+
+def maxima(b: GraphBuilder) -> tuple[Node, ...]:
+    """Two small all-reduces: where they can be one, the order of all others has been looked at."""
+    return tuple(b.all_reduce(b.call(aten.amax.default, b.input(name, [4])), "max") for name in ("first", "second"))
+
+
 def gather_that_is_missed(b: GraphBuilder) -> tuple[Node, ...]:
     """What could be fused if it were written otherwise is told so."""
     pieces = b.chunks(b.gather(b.input("s", [4, 8])))
@@ -545,6 +557,7 @@ def gather_that_is_missed(b: GraphBuilder) -> tuple[Node, ...]:
 
 GATHERS: dict[Build, list[str]] = {
     gather_that_is_missed: ["ATP101", "FUSED"],
+    gather_that_a_late_one_waits_for: ["FUSED", "ATP002", "FUSED", "ATP002", "ATP002"],
     gather_alone: ["FUSED", "ATP404"],
     gather_beside_a_fused_op: ["ATP404", "FUSED"],
     product_of_the_gathered: ["ATP002", "FUSED"],

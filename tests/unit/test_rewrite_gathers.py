@@ -9,13 +9,17 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, aten, snapshot
+from lockstep import op_name
 from passes import outcomes, run_pass
 from rewritten import FP8, fp8_operands, rewritten
 from torch.fx import Graph, Node
 
 from asynctp_passes import Config, compat
+from asynctp_passes.ir.order import communications
 from asynctp_passes.planning.deviations import LOCAL
 from asynctp_passes.planning.plan import ballots_of, planned
+
+cast = torch.ops.prims.convert_element_type.default
 
 
 # --- gather side: where the gathered dimension goes --------------------------------------------------------
@@ -698,6 +702,25 @@ mul = mul(convert_element_type_2, wait_tensor_default)  # f32[6, 16]
 return (mul)
 """,
     )
+
+
+# --- a gather that stays, and whose fused op comes late ------------------------------------------------------
+@pytest.mark.parametrize(("draws", "code"), [(0, "F"), (1, "F"), (2, "ATP209")])
+def test_a_gather_that_stays_moves_with_its_op_or_neither_does(draws: int, code: str) -> None:
+    """Ranks that draw several random numbers keep these in place, with the gather before them."""
+    b = GraphBuilder(ranks=2)
+    scale = b.all_reduce(b.call(aten.amax.default, b.input("z", [4])), "max")
+    whole, noise = b.gather(b.input("x", [4, 32])), b.input("y", [16, 32])
+    kept = b.call(aten.cumsum.default, whole, 0)
+    for _ in range(draws):
+        noise = b.call(aten.bernoulli.p, noise, 0.5)
+    weight = b.permute(b.call(cast, b.all_reduce(noise), FP8), [1, 0])
+    rows = b.call(cast, b.call(aten.mul.Tensor, whole, scale), FP8)
+    graph = b.returns(kept, b.scaled_mm(rows, weight, b.one(), b.one()))
+    assert outcomes(run_pass(graph))[1] == code
+    order = [op_name(node.target).split("::")[1] for node in communications(graph.nodes)]
+    late = ["all_reduce", "all_reduce", "all_gather_scaled_matmul", "all_gather"]
+    assert order == (late if code == "F" else ["all_reduce", "all_gather_into_tensor", "all_reduce"])
 
 
 # --- an all-to-all -------------------------------------------------------------------------------------------
