@@ -71,7 +71,11 @@ def schedule(
 
     Returns:
         What must come after what, besides what its inputs say.
+
+    Raises:
+        RuntimeError: The order of communication is not the plan's, which ranks share. An error of this package.
     """
+    planned = _planned_order(communications(graph.nodes), moves.kept)
     _restore_order(graph, segment, moves.early)
     _delay(graph, moves.late, segment)
     for collective, products in moves.beside:
@@ -83,10 +87,25 @@ def schedule(
     for gather, op in moves.kept:  # on all ranks: a gather may have come late with its op
         if op is not None and gather.node in segment and segment[gather.node] == segment[op]:
             _move_after([gather.node], op)
+    if communications(graph.nodes) != planned:
+        raise RuntimeError(f"the order of communication is not as planned: {', '.join(node.name for node in planned)}")
     flying = _in_flight([*moves.kept, *((collective, None) for collective, _ in moves.beside)], segment)
     _run_beside(flying, flops, segment)
     _wait_with_sources(flying, segment)
-    return _order_in_flight(graph, flying, flops)
+    ordered = _order_in_flight(graph, flying, flops)
+    if communications(graph.nodes) != planned:
+        raise RuntimeError(f"moves have changed the order of communication: {', '.join(node.name for node in planned)}")
+    return ordered
+
+
+def _planned_order(starts: Sequence[fx.Node], kept: Iterable[Kept]) -> list[fx.Node]:
+    """All that communicates in the order of the graph, but that a gather that stays comes right after its op."""
+    planned = list(starts)
+    for gather, op in kept:
+        if op is not None and gather.node in planned:
+            planned.remove(gather.node)
+            planned.insert(planned.index(op) + 1, gather.node)
+    return planned
 
 
 def put_in_program_order(graph: fx.Graph) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import getitem
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from passes import outcomes, run_pass
 from rewritten import FP8, fp8_operands, rewritten
 from torch.fx import Graph, Node
 
-from asynctp_passes import Config, compat
+from asynctp_passes import Config, compat, run
 from asynctp_passes.ir.order import communications
+from asynctp_passes.planning import decide, legality
 from asynctp_passes.planning.deviations import LOCAL
 from asynctp_passes.planning.plan import ballots_of, planned
 
@@ -705,9 +707,8 @@ return (mul)
 
 
 # --- a gather that stays, and whose fused op comes late ------------------------------------------------------
-@pytest.mark.parametrize(("draws", "code"), [(0, "F"), (1, "F"), (2, "ATP209")])
-def test_a_gather_that_stays_moves_with_its_op_or_neither_does(draws: int, code: str) -> None:
-    """Ranks that draw several random numbers keep these in place, with the gather before them."""
+def late_beside_draws(draws: int) -> Graph:
+    """A gather that is returned, and whose quantized form waits for an all-reduce after so many draws."""
     b = GraphBuilder(ranks=2)
     scale = b.all_reduce(b.call(aten.amax.default, b.input("z", [4])), "max")
     whole, noise = b.gather(b.input("x", [4, 32])), b.input("y", [16, 32])
@@ -716,11 +717,32 @@ def test_a_gather_that_stays_moves_with_its_op_or_neither_does(draws: int, code:
         noise = b.call(aten.bernoulli.p, noise, 0.5)
     weight = b.permute(b.call(cast, b.all_reduce(noise), FP8), [1, 0])
     rows = b.call(cast, b.call(aten.mul.Tensor, whole, scale), FP8)
-    graph = b.returns(kept, b.scaled_mm(rows, weight, b.one(), b.one()))
+    return b.returns(kept, b.scaled_mm(rows, weight, b.one(), b.one()))
+
+
+def order_of(graph: Graph) -> list[str]:
+    return [op_name(node.target).split("::")[1] for node in communications(graph.nodes)]
+
+
+@pytest.mark.parametrize(("draws", "code"), [(0, "F"), (1, "F"), (2, "ATP209")])
+def test_a_gather_that_stays_moves_with_its_op_or_neither_does(draws: int, code: str) -> None:
+    """Ranks that draw several random numbers keep these in place, with the gather before them."""
+    graph = late_beside_draws(draws)
     assert outcomes(run_pass(graph))[1] == code
-    order = [op_name(node.target).split("::")[1] for node in communications(graph.nodes)]
     late = ["all_reduce", "all_reduce", "all_gather_scaled_matmul", "all_gather"]
-    assert order == (late if code == "F" else ["all_reduce", "all_gather_into_tensor", "all_reduce"])
+    assert order_of(graph) == (late if code == "F" else ["all_reduce", "all_gather_into_tensor", "all_reduce"])
+
+
+@pytest.mark.usefixtures("internal_errors")
+def test_an_order_that_is_not_as_planned_is_an_error_of_the_package() -> None:
+    """Whatever check was missing: the ranks would call the gather in unlike orders."""
+    graph = late_beside_draws(2)
+    checks = tuple(check for check in legality.CHECKS if check is not legality.kept_gather_can_move)
+    with mock.patch.object(decide, "CHECKS", checks):
+        report = run(graph, Config(strict="off", trace=False, log=False))
+    (error,) = report.internal_errors
+    assert "the order of communication is not as planned" in error
+    assert order_of(graph) == ["all_reduce", "all_gather_into_tensor", "all_reduce"]
 
 
 # --- an all-to-all -------------------------------------------------------------------------------------------
