@@ -446,8 +446,10 @@ def extreme_of_ranks(own, others, part_bytes, index, size, came, rank, WORLD: tl
 def poisoned(values, came):
     """`values`; NaN, or of integers `POISON`, where they did not come."""
     if values.dtype.is_floating():
-        return tl.where(came != 0, values, float("nan")).to(values.dtype)
-    return tl.where(came != 0, values, tl.full(values.shape, POISON, tl.int32).to(values.dtype))
+        poison = tl.full(values.shape, float("nan"), tl.float32)
+    else:
+        poison = tl.full(values.shape, POISON, tl.int32)
+    return tl.where(came != 0, values, poison.to(values.dtype))
 
 
 @triton.jit(do_not_specialize=["awaited", "signature", "rank"])
