@@ -53,15 +53,25 @@ POISON = tl.constexpr(-1)
 
 
 @triton.jit
-def place(index, cols, inner, peer, world, CONTIGUOUS: tl.constexpr, ALONG_LAST: tl.constexpr, size):
-    """Where element `index` of `peer`'s shard lies in the whole tensor. Shard: [P * Q, cols]; `size` elements in it."""
-    if CONTIGUOUS:
-        return peer * size + index
+def place(
+    index, cols, inner, peer, world, CONTIGUOUS: tl.constexpr, ALONG_LAST: tl.constexpr, size, ALIGN: tl.constexpr = 0
+):
+    """Where element `index` of `peer`'s shard lies in the whole tensor. Shard: [P * Q, cols]; `size` elements in it.
+
+    ALIGN: so many lie together there, at a multiple of so many. It is said here, of the last operation: until 3.9,
+    Triton forgets it of a function's result.
+    """
     row = index // cols
     col = index % cols
-    if ALONG_LAST:
-        return (row * world + peer) * cols + col
-    return ((row // inner * world + peer) * inner + row % inner) * cols + col
+    if CONTIGUOUS:
+        where = peer * size + index
+    elif ALONG_LAST:
+        where = (row * world + peer) * cols + col
+    else:
+        where = ((row // inner * world + peer) * inner + row % inner) * cols + col
+    if ALIGN:
+        where = tl.max_contiguous(tl.multiple_of(where, ALIGN), ALIGN)
+    return where
 
 
 @triton.jit
@@ -142,6 +152,7 @@ def stage_kernel(
     own_words = tl.load(pad_table + rank).to(tl.pointer_type(tl.int32))
     if pid == 0:
         tl.store(awaited_ptr, signature)
+        tl.debug_barrier()
         for step in tl.static_range(1, WORLD):
             words = tl.load(pad_table + (rank + step) % WORLD).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(words + free_word + rank, signature, sem="release", scope="sys")
@@ -204,9 +215,8 @@ def keep_kernel(
     """
     for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        where = place(index, cols, inner, source, WORLD, CONTIGUOUS, ALONG_LAST, size)
         # one layout for both: two would need shared memory, which the GEMM may have
-        there = tl.max_contiguous(tl.multiple_of(where, ALIGN), ALIGN)
+        there = place(index, cols, inner, source, WORLD, CONTIGUOUS, ALONG_LAST, size, ALIGN)
         here = tl.max_contiguous(tl.multiple_of(index, ALIGN), ALIGN)
         tl.store(whole_ptr + there, tl.load(received_ptr + here, mask=index < size), mask=index < size)
     if (source == own) & (tl.program_id(0) == 0):  # once a call
