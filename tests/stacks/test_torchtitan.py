@@ -83,6 +83,8 @@ def results(assets: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_all_chains_are_fused_and_losses_are_the_same(results: dict[str, Any], name: str) -> None:
+    if "float8" in name:
+        pytest.importorskip("torchao", reason="torchao is not installed: .ci/stacks torchtitan")
     plain, found = results[name]["plain"], results[name]["ours"]
     assert (plain["error"], found["error"]) == ("", "")
     assert (plain["fused"], plain["missed"]) == (0, 0)
