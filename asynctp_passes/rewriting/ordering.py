@@ -87,14 +87,12 @@ def schedule(
     for gather, op in moves.kept:  # on all ranks: a gather may have come late with its op
         if op is not None and gather.node in segment and segment[gather.node] == segment[op]:
             _move_after([gather.node], op)
-    if communications(graph.nodes) != planned:
-        raise RuntimeError(f"the order of communication is not as planned: {', '.join(node.name for node in planned)}")
     flying = _in_flight([*moves.kept, *((collective, None) for collective, _ in moves.beside)], segment)
     _run_beside(flying, flops, segment)
     _wait_with_sources(flying, segment)
     ordered = _order_in_flight(graph, flying, flops)
     if communications(graph.nodes) != planned:
-        raise RuntimeError(f"moves have changed the order of communication: {', '.join(node.name for node in planned)}")
+        raise RuntimeError(f"the order of communication is not as planned: {', '.join(node.name for node in planned)}")
     return ordered
 
 

@@ -680,7 +680,7 @@ COMPARED = {
 @pytest.mark.parametrize("dtype", EXTREME_DTYPES)
 @pytest.mark.parametrize(("world", "extreme"), [(2, "max"), (4, "min"), (8, "max")])
 def test_push_all_reduce_kernel_of_a_maximum(dtype: torch.dtype, world: int, extreme: str, tmp_path: Path) -> None:
-    """Of a number and NaN the instruction gives the number: it is not the one whose name ends in NaN."""
+    """The instruction prefers a number to NaN. One that prefers NaN has NaN in its name."""
     with machine(world=world) as here:
         call = collectives.scatter_call(tensor(1, 4096).to(dtype), extreme, world, "all_reduce")
         collectives.DirectTotal(call, here.memory)

@@ -83,7 +83,7 @@ def test_a_maximum_is_direct_while_it_is_small(world: int, forced: str | None) -
 
 
 def test_a_maximum_is_like_no_other_call() -> None:
-    """On the wire it is a gather of as many bytes, but its signature is its own."""
+    """Neither a gather nor a sum of as many bytes has its signature."""
     call = collectives.scatter_call(empty(1, 6, dtype=FP32), "max", 4, "all_reduce")
     assert call.wire == Wire("all_reduce", 4, 24, FP32, "max")
     assert call.wire.told == "all_reduce (24 bytes a rank of float32, max)"

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from asynctp_kernels.compat import register_wait
 from asynctp_kernels.cuda.choose import select
-from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN, PUSH
+from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN
 from asynctp_kernels.cuda.groups import in_step, memory_for
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
 from asynctp_kernels.cuda.plans.collectives import (
@@ -26,11 +26,13 @@ from asynctp_kernels.cuda.plans.collectives import (
     scatter_call,
 )
 from asynctp_kernels.cuda.plans.direct import DirectGather
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 
 Check = Callable[[], None]
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Mover:
@@ -87,30 +89,40 @@ class Mover:
         rows: int,
         reduce_op: str,
         kind: str,
-        direct: type[DirectSum | DirectTotal],
+        direct: Callable[[ScatterCall, GroupMemory], DirectSum | DirectTotal],
         pushed: type[BulkScatter],
         check: Check | None = None,
     ) -> Tensor | None:
-        """This rank's result of the sum of all ranks' tensors, which are seen as so many rows."""
+        """This rank's result of the reduction of all ranks' tensors, which are seen as so many rows."""
         memory = memory_for(self.group, given.device)
         if memory is None or given.numel() == 0:
             return None
+        seen = given.view(rows, -1)
 
         def make() -> DirectSum | DirectTotal | BulkScatter | None:
-            call = scatter_call(given.view(rows, -1), reduce_op, self.world, kind)
-            makers: dict[str, Any] = {DIRECT: direct, PUSH: pushed}
-            transport = call.wire.transport(select.requested())
-            return None if transport == PLAIN else makers[transport](call, memory)
+            return _reduction(memory, scatter_call(seen, reduce_op, self.world, kind), direct, pushed)
 
-        plan = _planned(memory, (kind, reduce_op, *keys_of(given)), make, check)
+        plan = _planned(memory, (kind, reduce_op, *keys_of(seen)), make, check)
         if plan is None:
             return None
-        seen = given.view(rows, -1)
         if not isinstance(plan, BulkScatter):
             return in_step(memory, plan.reduce, seen)
         bulk = in_step(memory, plan.start_bulk, seen)
         _wait_for(bulk)
         return bulk.result
+
+
+def _reduction(
+    memory: GroupMemory,
+    call: ScatterCall,
+    direct: Callable[[ScatterCall, GroupMemory], T],
+    pushed: Callable[[ScatterCall, GroupMemory], U],
+) -> T | U | None:
+    """The plan of a reduction by its transport: of one of these classes, or None, which leaves it to NCCL."""
+    transport = call.wire.transport(select.requested())
+    if transport == PLAIN:
+        return None
+    return direct(call, memory) if transport == DIRECT else pushed(call, memory)
 
 
 def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T], check: Check | None = None) -> T:
@@ -170,15 +182,11 @@ def run_bulk_scatter(
     if memory is None or whole.numel() == 0:
         return None
     rows = whole if whole.ndim > 1 else whole.unsqueeze(1)
-    key = ("bulk scatter", memory.skipped, group_size, reduce_op, select.requested(), *keys_of(rows))
-    plan: Any = memory.plans.get(key, MISSING)
-    if plan is MISSING:
-        check_or_skip(check, memory)
-        call = scatter_call(rows, reduce_op, memory.world)
-        transport = call.wire.transport(select.requested())
-        makers: dict[str, Any] = {PUSH: BulkScatter, DIRECT: DirectSum}
-        plan = None if transport == PLAIN else in_step(memory, makers[transport], call, memory)
-        plan = keep(memory, key, plan)
+
+    def make() -> DirectSum | BulkScatter | None:
+        return _reduction(memory, scatter_call(rows, reduce_op, memory.world), DirectSum, BulkScatter)
+
+    plan = _planned(memory, ("bulk scatter", group_size, reduce_op, *keys_of(rows)), make, check)
     if plan is None:
         return None
     memory.last_implementation = plan.name

@@ -61,14 +61,15 @@ def place(
     ALIGN: so many lie together there, at a multiple of so many. It is said here, of the last operation: until 3.9,
     Triton forgets it of a function's result.
     """
-    row = index // cols
-    col = index % cols
     if CONTIGUOUS:
         where = peer * size + index
-    elif ALONG_LAST:
-        where = (row * world + peer) * cols + col
     else:
-        where = ((row // inner * world + peer) * inner + row % inner) * cols + col
+        row = index // cols
+        col = index % cols
+        if ALONG_LAST:
+            where = (row * world + peer) * cols + col
+        else:
+            where = ((row // inner * world + peer) * inner + row % inner) * cols + col
     if ALIGN:
         where = tl.max_contiguous(tl.multiple_of(where, ALIGN), ALIGN)
     return where
@@ -491,7 +492,7 @@ def push_all_reduce_kernel(
 ):
     """All-reduce of `size` elements: fp32 sum in rank order, times `factor`, rounded once. `out` may be `own`.
 
-    REDUCE: "sum", or in its place "max" or "min" of each element, in any dtype.
+    REDUCE: "sum", or in its place "max" or "min" of each element, in the dtypes of `wire.EXTREME_DTYPES`.
 
     SHOTS 1: every rank gets all that the others have, and adds. A `part` is the whole.
     SHOTS 2: rank r adds the elements from r * `part` on, and sends their sum to the others. Of the last ranks there may

@@ -123,7 +123,7 @@ class DirectAllReduce(WholeScatter):
             run //= 2
         block = run // itemsize
         programs = grid(-(-part // block), DIRECT_PROGRAMS)
-        dtype = torch.uint8 if self.wire_dtype == torch.bool else self.wire_dtype  # of which kernels know no maximum
+        dtype = torch.uint8 if self.wire_dtype == torch.bool else self.wire_dtype  # Triton has no maximum of bool
         like = call.a_parts[0].new_empty(self.staging_shape, dtype=dtype)
         args = [
             like, like, size, part, area.table.data_ptr(), words.table.data_ptr(), area.size // 2, part_bytes,
