@@ -57,17 +57,6 @@ def load_acquire(word: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def post_word(address: tl.tensor, epoch: tl.tensor) -> None:
-    """Publish all earlier stores of this program and set the word to `epoch`.
-
-    The barrier is the fence between threads: every thread's stores happen before the one thread that
-    releases (a release orders only the stores that its own thread has observed).
-    """
-    tl.debug_barrier()
-    tl.atomic_xchg(address.to(tl.pointer_type(tl.int64)), epoch, sem="release", scope="sys")
-
-
-@triton.jit
 def peers_of(table: tl.tensor, rank: tl.tensor, WORLD: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Addresses of all ranks' words, from int64 pointer `table`, and a mask of the other ranks. Shapes: [8]."""
     ranks = tl.arange(0, 8)
@@ -77,7 +66,10 @@ def peers_of(table: tl.tensor, rank: tl.tensor, WORLD: tl.constexpr) -> tuple[tl
 
 @triton.jit
 def post_words(pads: tl.tensor, others: tl.tensor, offset: tl.tensor, value: tl.tensor, posts: tl.tensor) -> None:
-    """`post_word` at every peer, by a thread for each: one barrier, and releases that wait for stores together.
+    """Publish all earlier stores of this program, and set each peer's word to `value`, by a thread for each.
+
+    The barrier is the fence between threads: every thread's stores happen before the threads that release, and a
+    release orders only the stores that its own thread has observed. The releases wait for the stores together.
 
     pads, others: as `peers_of` gives them. posts: 1, or 0 for nothing.
     """

@@ -415,23 +415,28 @@ def push_gather_program(call: Call, program: int) -> Steps:
     landings, pads = _landings(call, epoch), at(call.pads, (call.WORLD,), torch.int64).tolist()
 
     pushed = _others(call, -1) if call.may_push() else []
-    for peer in pushed:
-        landing = landings[peer] + call.rank * call.part_bytes
-        for block in blocks:
-            yield from put(at(landing, (call.size,), unit), (yield from look(shard, block)), block)
-        for block in some:
-            there = at(landing + call.scales_offset, (call.numbers,), torch.float32)
-            yield from put(there, (yield from look(numbers, block)), block)
+    for block in blocks:
+        values = yield from look(shard, block)
+        for peer in pushed:
+            landing = landings[peer] + call.rank * call.part_bytes
+            yield from put(at(landing, (call.size,), unit), values, block)
+        yield from put(full, values, place(call, call.rank)[block])
+    for block in some:
+        values = yield from look(numbers, block)
+        for peer in pushed:
+            landing = landings[peer] + call.rank * call.part_bytes + call.scales_offset
+            yield from put(at(landing, (call.numbers,), torch.float32), values, block)
+        yield from put(all_numbers, values, number_place(call, call.rank)[block])
     for peer in pushed:
         int64(pads[peer] + (call.rank * call.MAX_PROGRAMS + program) * 8).value = word_of(call, epoch)
         yield None
-    for src in (call.rank, *_others(call, 1)):
-        source, number_source, came = shard, numbers, True
-        if src != call.rank:
-            came = yield from data_came(call, pads[call.rank], program, epoch, src)
-            landing = landings[call.rank] + src * call.part_bytes
-            source = at(landing, (call.size,), unit)
-            number_source = at(landing + call.scales_offset, (call.numbers,), torch.float32)
+    came = True
+    for src in _others(call, 1):
+        came &= yield from data_came(call, pads[call.rank], program, epoch, src)
+    for src in _others(call, 1):
+        landing = landings[call.rank] + src * call.part_bytes
+        source = at(landing, (call.size,), unit)
+        number_source = at(landing + call.scales_offset, (call.numbers,), torch.float32)
         for block in blocks:
             yield from put(full, poisoned((yield from look(source, block)), came), place(call, src)[block])
         for block in some:
@@ -449,10 +454,12 @@ def push_reduce_program(call: Call, program: int) -> Steps:
     blocks = [slice(first, min(first + call.BLOCK, call.size)) for first in _from(call, program, call.size)]
     full, out = at(call.full_ptr, (call.WORLD * call.size,), sent), at(call.out_ptr, (call.size,), dtype)
     landings, pads = _landings(call, epoch), at(call.pads, (call.WORLD,), torch.int64).tolist()
-    for peer in _others(call, 1) if call.may_push() else ():
+    pushed = _others(call, 1) if call.may_push() else []
+    for peer in pushed:
         landing = at(landings[peer] + call.rank * call.part_bytes, (call.size,), sent)
         for block in blocks:
             yield from put(landing, (yield from look(full, place(call, peer)[block])), block)
+    for peer in pushed:
         int64(pads[peer] + (call.rank * call.MAX_PROGRAMS + program) * 8).value = word_of(call, epoch)
         yield None
     came = True

@@ -113,13 +113,13 @@ def _dawdling(rank: int, world: int, seed: int) -> list[str]:
 
         return run_then_sleep
 
-    originals = copy_kernels.post_word, interpreted.copy, interpreted.MemOps.enqueue
+    originals = copy_kernels.post_words, interpreted.copy, interpreted.MemOps.enqueue
     wrong = []
     for call, case in enumerate([ScatterCase("tiles", (70, 40), 0), GatherCase("tiles", (70, 40), 0)] * 2):
         if rank == call // 2:
-            copy_kernels.post_word, interpreted.copy, interpreted.MemOps.enqueue = map(slowly, originals)
+            copy_kernels.post_words, interpreted.copy, interpreted.MemOps.enqueue = map(slowly, originals)
         wrong.append(_check_each(case, rank, world, seed + call, dist.group.WORLD)[1])
-        copy_kernels.post_word, interpreted.copy, interpreted.MemOps.enqueue = originals
+        copy_kernels.post_words, interpreted.copy, interpreted.MemOps.enqueue = originals
     return [text for text in wrong if text]
 
 

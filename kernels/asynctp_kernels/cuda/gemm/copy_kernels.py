@@ -38,7 +38,6 @@ from asynctp_kernels.numerics import exact_f32, round_to
 from asynctp_kernels.signals import (
     none_failed,
     peers_of,
-    post_word,
     post_words,
     record_unlike,
     see_words,
@@ -224,7 +223,23 @@ def keep_kernel(
         tl.store(done_ptr + 1, tl.load(done_ptr + 1) + 1)
 
 
-@triton.jit(do_not_specialize=["awaited", "signature"])
+@triton.jit
+def all_came(
+    pad, first, epoch, signature, timeout_ns, status_ptr, awaited, rank, WORLD: tl.constexpr, STRIDE: tl.constexpr
+):
+    """As `data_came`, of all peers: 1 or 0, the same in all threads. Rank r's word is `pad + first + r * STRIDE`."""
+    posted = epoch * SIGNATURES
+    came = see_words(pad + first, posted + signature, posted + SIGNATURES, rank, STRIDE, WORLD)
+    if came == 0:  # a peer is late, or makes another call
+        came = came + 1
+        for step in tl.static_range(1, WORLD):
+            src = (rank + step) % WORLD
+            word = pad + first + src * STRIDE
+            came = came & data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited).to(tl.int32)
+    return came
+
+
+@triton.jit(do_not_specialize=["awaited", "signature", "rank"])
 def push_gather_kernel(
     shard_ptr,
     scale_ptr,
@@ -249,6 +264,7 @@ def push_gather_kernel(
     signature,
     rank,
     WORLD: tl.constexpr,
+    LANES: tl.constexpr,
     SCALE_TRAVELS: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     ALONG_LAST: tl.constexpr,
@@ -260,8 +276,8 @@ def push_gather_kernel(
     """All-gather of `size` units (integers of any width) and, if they travel, fp32 scales: `numbers` of them.
 
     A shard's rows lie in blocks of `inner` between those of other ranks, and its scales in blocks of `inner_numbers`.
-    A program takes `BLOCK` units and `NUMBERS` scales at a time. A shard that did not come is poisoned where it would
-    lie.
+    A program takes `BLOCK` units and `NUMBERS` scales at a time, of each rank. If a shard did not come, the places of
+    all others' are poisoned.
     """
     begin_call(doing_ptr, signature)
     pid = tl.program_id(0)
@@ -271,57 +287,56 @@ def push_gather_kernel(
     pad_table = pads.to(tl.pointer_type(tl.int64))
     unit = shard_ptr.dtype.element_ty
     blocks = tl.cdiv(size, BLOCK)
+    peers, others = peers_of(pad_table, rank, WORLD)
+    pad = tl.load(pad_table + rank)
 
     pushes = may_push(status_ptr)
-    for block in range(pid, tl.where(pushes, blocks, 0), PROGRAMS):
+    pushed_size, pushed_numbers = tl.where(pushes, size, 0), tl.where(pushes, numbers, 0)
+    for block in range(pid, blocks, PROGRAMS):
         index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         values = tl.load(shard_ptr + index, mask=index < size)
         for step in tl.static_range(1, WORLD):
-            dst = (rank + WORLD - step) % WORLD
-            part = (tl.load(table + dst) + slot + rank * part_bytes).to(tl.pointer_type(unit))
-            tl.store(tl.multiple_of(part, 16) + index, values, mask=index < size)
+            landing = tl.load(table + (rank + WORLD - step) % WORLD) + slot + rank * part_bytes
+            landing = tl.multiple_of(landing.to(tl.pointer_type(unit)), 16)
+            tl.store(landing + index, values, mask=index < pushed_size)
+        where = place(index, cols, inner, rank, WORLD, CONTIGUOUS, ALONG_LAST, size)
+        tl.store(full_ptr + where, values, mask=index < size)
     if SCALE_TRAVELS:
-        for first in range(pid * NUMBERS, tl.where(pushes, numbers, 0), PROGRAMS * NUMBERS):
+        for first in range(pid * NUMBERS, numbers, PROGRAMS * NUMBERS):
             index = first + tl.arange(0, NUMBERS)
             scales = tl.load(scale_ptr + index, mask=index < numbers)
             for step in tl.static_range(1, WORLD):
-                dst = (rank + WORLD - step) % WORLD
-                part = tl.load(table + dst) + slot + rank * part_bytes + scales_offset
-                tl.store(part.to(tl.pointer_type(tl.float32)) + index, scales, mask=index < numbers)
-    for step in tl.static_range(1, WORLD):
-        dst = (rank + WORLD - step) % WORLD
-        if pushes:
-            post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch * SIGNATURES + signature)
+                landing = tl.load(table + (rank + WORLD - step) % WORLD) + slot + rank * part_bytes + scales_offset
+                tl.store(landing.to(tl.pointer_type(tl.float32)) + index, scales, mask=index < pushed_numbers)
+            where = (index // inner_numbers * WORLD + rank) * inner_numbers + index % inner_numbers
+            tl.store(full_scale_ptr + where, scales, mask=index < numbers)
+    word = epoch * SIGNATURES + signature
+    post_words(peers, others, (rank * MAX_PROGRAMS + pid) * 8, word, pushes.to(tl.int32))
+    came = all_came(pad, pid * 8, epoch, signature, timeout_ns, status_ptr, awaited, rank, WORLD, MAX_PROGRAMS * 8)
 
-    for step in tl.static_range(WORLD):
-        src = (rank + step) % WORLD
-        source = shard_ptr
-        scale_source = scale_ptr
-        came = epoch > 0
-        if step > 0:
-            word = tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8
-            came = data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited)
-            part = tl.load(table + rank) + slot + src * part_bytes
-            source = tl.multiple_of(part.to(tl.pointer_type(unit)), 16)
-            if SCALE_TRAVELS:
-                scale_source = (part + scales_offset).to(tl.pointer_type(tl.float32))
-        for block in range(pid, blocks, PROGRAMS):
-            index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            values = tl.load(source + index, mask=index < size)
-            values = values | tl.where(came, 0, POISON).to(values.dtype)
-            where = place(index, cols, inner, src, WORLD, CONTIGUOUS, ALONG_LAST, size)
-            tl.store(full_ptr + where, values, mask=index < size)
-        if SCALE_TRAVELS:
-            for first in range(pid * NUMBERS, numbers, PROGRAMS * NUMBERS):
-                index = first + tl.arange(0, NUMBERS)
-                where = (index // inner_numbers * WORLD + src) * inner_numbers + index % inner_numbers
-                scales = tl.load(scale_source + index, mask=index < numbers)
-                scales = tl.where(came, scales, float("nan"))
-                tl.store(full_scale_ptr + where, scales, mask=index < numbers)
+    sources = tl.arange(0, LANES).to(tl.int64)
+    landed = tl.load(table + rank) + slot + sources * part_bytes
+    units = tl.multiple_of(landed.to(tl.pointer_type(unit)), 16)[:, None]
+    other_sources = ((sources < WORLD) & (sources != rank))[:, None]
+    for block in range(pid, blocks, PROGRAMS):
+        index = (tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
+        mask = (index < size) & other_sources
+        values = tl.load(units + index, mask=mask)
+        values = values | tl.where(came != 0, 0, POISON).to(values.dtype)
+        where = place(index, cols, inner, sources[:, None], WORLD, CONTIGUOUS, ALONG_LAST, size)
+        tl.store(full_ptr + where, values, mask=mask)
+    if SCALE_TRAVELS:
+        scale_landed = (landed + scales_offset).to(tl.pointer_type(tl.float32))[:, None]
+        for first in range(pid * NUMBERS, numbers, PROGRAMS * NUMBERS):
+            index = (first + tl.arange(0, NUMBERS))[None, :]
+            mask = (index < numbers) & other_sources
+            scales = tl.load(scale_landed + index, mask=mask)
+            where = (index // inner_numbers * WORLD + sources[:, None]) * inner_numbers + index % inner_numbers
+            tl.store(full_scale_ptr + where, tl.where(came != 0, scales, float("nan")), mask=mask)
     end_call(epoch_ptr, epoch, done_ptr, doing_ptr, PROGRAMS)
 
 
-@triton.jit(do_not_specialize=["awaited", "signature"])
+@triton.jit(do_not_specialize=["awaited", "signature", "rank"])
 def push_reduce_kernel(
     full_ptr,
     out_ptr,
@@ -342,6 +357,7 @@ def push_reduce_kernel(
     factor,
     rank,
     WORLD: tl.constexpr,
+    LANES: tl.constexpr,
     CONTIGUOUS: tl.constexpr,
     ALONG_LAST: tl.constexpr,
     MAX_PROGRAMS: tl.constexpr,
@@ -360,23 +376,22 @@ def push_reduce_kernel(
     pad_table = pads.to(tl.pointer_type(tl.int64))
     dtype = full_ptr.dtype.element_ty
     blocks = tl.cdiv(size, BLOCK)
+    peers, others = peers_of(pad_table, rank, WORLD)
+    pad = tl.load(pad_table + rank)
 
     pushes = may_push(status_ptr)
-    for step in tl.static_range(1, WORLD):
-        dst = (rank + step) % WORLD
-        part = tl.load(table + dst) + slot + rank * part_bytes
-        landing = tl.multiple_of(part.to(tl.pointer_type(dtype)), 16)
-        for block in range(pid, tl.where(pushes, blocks, 0), PROGRAMS):
-            index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            where = place(index, cols, inner, dst, WORLD, CONTIGUOUS, ALONG_LAST, size)
-            tl.store(landing + index, tl.load(full_ptr + where, mask=index < size), mask=index < size)
-        if pushes:
-            post_word(tl.load(pad_table + dst) + (rank * MAX_PROGRAMS + pid) * 8, epoch * SIGNATURES + signature)
-    came = epoch > 0
-    for step in tl.static_range(1, WORLD):
-        src = (rank + step) % WORLD
-        word = tl.load(pad_table + rank) + (src * MAX_PROGRAMS + pid) * 8
-        came = came & data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited)
+    ranks = tl.arange(0, LANES).to(tl.int64)
+    landings = tl.load(table + ranks, mask=ranks < WORLD, other=0) + slot + rank * part_bytes
+    landings = tl.multiple_of(landings.to(tl.pointer_type(dtype)), 16)[:, None]
+    other_ranks = ((ranks < WORLD) & (ranks != rank))[:, None]
+    for block in range(pid, tl.where(pushes, blocks, 0), PROGRAMS):
+        index = (tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
+        where = place(index, cols, inner, ranks[:, None], WORLD, CONTIGUOUS, ALONG_LAST, size)
+        mask = (index < size) & other_ranks
+        tl.store(landings + index, tl.load(full_ptr + where, mask=mask), mask=mask)
+    word = epoch * SIGNATURES + signature
+    post_words(peers, others, (rank * MAX_PROGRAMS + pid) * 8, word, pushes.to(tl.int32))
+    came = all_came(pad, pid * 8, epoch, signature, timeout_ns, status_ptr, awaited, rank, WORLD, MAX_PROGRAMS * 8)
 
     own = tl.load(table + rank) + slot
     for block in range(pid, blocks, PROGRAMS):
@@ -389,25 +404,9 @@ def push_reduce_kernel(
                 source = full_ptr
                 where = place(index, cols, inner, rank, WORLD, CONTIGUOUS, ALONG_LAST, size)
             total += exact_f32(tl.load(source + where, mask=index < size, other=0.0))
-        total = tl.where(came, total * factor, float("nan"))
+        total = tl.where(came != 0, total * factor, float("nan"))
         tl.store(out_ptr + index, round_to(total, out_ptr.dtype.element_ty), mask=index < size)
     end_call(epoch_ptr, epoch, done_ptr, doing_ptr, PROGRAMS)
-
-
-@triton.jit
-def all_came(
-    pad, first, epoch, signature, timeout_ns, status_ptr, awaited, rank, WORLD: tl.constexpr, STRIDE: tl.constexpr
-):
-    """As `data_came`, of all peers: 1 or 0, the same in all threads. Rank r's word is `pad + first + r * STRIDE`."""
-    posted = epoch * SIGNATURES
-    came = see_words(pad + first, posted + signature, posted + SIGNATURES, rank, STRIDE, WORLD)
-    if came == 0:  # a peer is late, or makes another call
-        came = came + 1
-        for step in tl.static_range(1, WORLD):
-            src = (rank + step) % WORLD
-            word = pad + first + src * STRIDE
-            came = came & data_came(word, epoch, signature, timeout_ns, status_ptr, src, awaited).to(tl.int32)
-    return came
 
 
 @triton.jit

@@ -8,15 +8,27 @@ from torch import Tensor
 from asynctp_kernels.cuda.choose.wire import DIRECT, EXTREMES
 from asynctp_kernels.cuda.gemm.copy_kernels import push_all_reduce_kernel, push_gather_kernel, push_reduce_kernel
 from asynctp_kernels.cuda.plans.gather import WholeGather
-from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors, ShardSizes, block_for
+from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors, ShardSizes
 from asynctp_kernels.cuda.plans.scatter import WholeScatter
 from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import align, aligned, grid, prepare
 from asynctp_kernels.cuda.runtime.memory import DIRECT_PROGRAMS, GroupMemory
 
-#: of an all-reduce: bytes that a program moves at a time to or from a rank, and to or from all; its warps, by shots
+#: bytes that a program moves at a time to or from a rank, and to or from all; its warps
 LARGEST_RUN, LEAST_RUN, LARGEST_MOVE = 1 << 14, 1 << 12, 1 << 16
-WARPS = {1: 8, 2: 16}
+WARPS, WARPS_OF_ONE_SHOT = 16, 8
+
+
+def _cut(part_bytes: int, world: int) -> tuple[int, int, int]:
+    """How all ranks cut the bytes that go to one of them: lanes, bytes of a run, and programs.
+
+    Lanes are the ranks, and as many more as make a power of two. A run is moved at a time, to all of them.
+    """
+    lanes = 1 << (world - 1).bit_length()
+    run = min(LARGEST_RUN, LARGEST_MOVE // lanes)
+    while run > LEAST_RUN and part_bytes < run * DIRECT_PROGRAMS:
+        run //= 2
+    return lanes, run, grid(-(-part_bytes // run), DIRECT_PROGRAMS)
 
 
 class DirectGather(WholeGather):
@@ -31,9 +43,7 @@ class DirectGather(WholeGather):
         part = align(scale_offset + sizes.number_bytes)
         area, words = memory.direct(part * memory.world)
         slot = area.size // 2
-        # runs of bytes, which all ranks cut alike, whatever their units are
-        run_bytes = block_for(sizes.shard_bytes, 1 << 14, DIRECT_PROGRAMS)
-        programs = grid(-(-sizes.shard_bytes // run_bytes), DIRECT_PROGRAMS)
+        lanes, run_bytes, programs = _cut(sizes.shard_bytes, memory.world)
         counts = (sizes.number_count, sizes.number_count // self.outer)
         numbers = [sizes.units, sizes.row_bytes // sizes.unit_bytes, layout.inner, *counts]
         self.signature = signature = memory.signature(call.wire, DIRECT)
@@ -48,6 +58,7 @@ class DirectGather(WholeGather):
         args[9], args[10] = area.table.data_ptr(), words.table.data_ptr()
         constants = {
             "WORLD": memory.world,
+            "LANES": lanes,
             "SCALE_TRAVELS": sizes.number_count > 0,
             "CONTIGUOUS": layout.whole,
             "ALONG_LAST": layout.along_last,
@@ -56,7 +67,7 @@ class DirectGather(WholeGather):
             "BLOCK": run_bytes // sizes.unit_bytes,
             "NUMBERS": 512,
         }
-        self.launch = prepare(push_gather_kernel, programs, args, constants, 8)
+        self.launch = prepare(push_gather_kernel, programs, args, constants, WARPS)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
 
     def move(self, stream: int, call: GatherTensors) -> None:
@@ -79,8 +90,7 @@ class DirectScatter(WholeScatter):
         part = align(self.part_bytes)
         area, words = memory.direct(part * memory.world)
         self.signature = signature = memory.signature(call.wire, DIRECT)
-        block = block_for(size, 8192, DIRECT_PROGRAMS)
-        programs = grid(-(-size // block), DIRECT_PROGRAMS)
+        lanes, run_bytes, programs = _cut(self.part_bytes, memory.world)
         sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
         args = [
             sent, out, size, layout.cols, layout.inner, area.table.data_ptr(), words.table.data_ptr(),
@@ -89,13 +99,14 @@ class DirectScatter(WholeScatter):
         ]  # fmt: skip
         constants = {
             "WORLD": memory.world,
+            "LANES": lanes,
             "CONTIGUOUS": layout.whole,
             "ALONG_LAST": layout.along_last,
             "MAX_PROGRAMS": DIRECT_PROGRAMS,
             "PROGRAMS": programs,
-            "BLOCK": block,
+            "BLOCK": run_bytes // self.wire_dtype.itemsize,
         }
-        self.launch = prepare(push_reduce_kernel, programs, args, constants, 8)
+        self.launch = prepare(push_reduce_kernel, programs, args, constants, WARPS)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
 
     def move(self, stream: int, call: ScatterTensors) -> None:
@@ -117,12 +128,7 @@ class DirectAllReduce(WholeScatter):
         part_bytes = align(part * itemsize)
         area, words = memory.direct(part_bytes * world * shots)
         self.signature = signature = memory.signature(wire, DIRECT)
-        lanes = 1 << (world - 1).bit_length()
-        run = min(LARGEST_RUN, LARGEST_MOVE // lanes)
-        while run > LEAST_RUN and part_bytes < run * DIRECT_PROGRAMS:
-            run //= 2
-        block = run // itemsize
-        programs = grid(-(-part // block), DIRECT_PROGRAMS)
+        lanes, run_bytes, programs = _cut(part * itemsize, world)
         dtype = torch.uint8 if self.wire_dtype == torch.bool else self.wire_dtype  # Triton has no maximum of bool
         like = call.a_parts[0].new_empty(self.staging_shape, dtype=dtype)
         args = [
@@ -137,9 +143,10 @@ class DirectAllReduce(WholeScatter):
             "LANES": lanes,
             "MAX_PROGRAMS": DIRECT_PROGRAMS,
             "PROGRAMS": programs,
-            "BLOCK": block,
+            "BLOCK": run_bytes // itemsize,
         }
-        self.launch = prepare(push_all_reduce_kernel, programs, args, constants, WARPS[shots])
+        warps = WARPS if shots == 2 else WARPS_OF_ONE_SHOT
+        self.launch = prepare(push_all_reduce_kernel, programs, args, constants, warps)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
         self.new_output = self.new_staging
 
