@@ -264,7 +264,7 @@ def compile_graph(
         cached: list[Report] = []
         with contained("read reports of cached graphs"):
             cached = _read_cached(compiling=False)
-        refused = _refused(cached, config, joint=whole)
+        refused = _refused(cached, config, joint=whole, anew=not again)
         if refused and again:
             raise DisagreementError(f"asynctp: {_cached_in_vain(refused)}")
         if refused:  # these graphs do not run, and are not reported
@@ -408,9 +408,9 @@ def _publish_all(reports: Sequence[Report], config: Config | None) -> None:
         _publish(report, config)
 
 
-def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False) -> list[str]:
+def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False, anew: bool = False) -> list[str]:
     """Deviations of graphs from a cache that a rank does not do. Ranks vote on them as on what they compile."""
-    return stands(cached, config, joint=joint) if cached else []
+    return stands(cached, config, joint=joint, anew=anew) if cached else []
 
 
 def _cached_in_vain(refused: Sequence[str]) -> str:

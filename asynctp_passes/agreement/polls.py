@@ -29,6 +29,7 @@ __all__ = [
     "Poll",
     "Votes",
     "disagreement",
+    "done_elsewhere",
     "outcomes",
     "plain",
     "polls_of",
@@ -251,17 +252,17 @@ def _is_late(poll: Poll) -> bool:
 
     A full wait is due where their silence would not refuse it: they could come with a graph that cannot do it.
     """
-    missing = poll.missing() if poll.ledger.late and not any(_done_elsewhere(poll)) else []
+    missing = poll.missing() if poll.ledger.late and not any(done_elsewhere(poll)) else []
     return bool(missing) and poll.ledger.late.issuperset(missing) and poll.absent() == missing
 
 
-def _done_elsewhere(poll: Poll) -> list[bool]:
+def done_elsewhere(poll: Poll) -> list[bool]:
     """For each set of deviations of other functions with the same collectives: whether it has this one."""
     return [poll.text in one for one in poll.ledger.sets.get(poll.key, ())] if poll.number == 0 else []
 
 
 def _give_up(poll: Poll, seconds: float) -> str | None:
-    missing, doing = poll.missing(), _done_elsewhere(poll)
+    missing, doing = poll.missing(), done_elsewhere(poll)
     if any(doing):  # a silent rank may run another function
         if not all(doing):
             raise disagreement(poll, f"{ranks_named(missing)} may run one with it, or one without it")

@@ -17,14 +17,14 @@ from asynctp_passes import compat, ops
 from asynctp_passes.agreement import ledgers
 from asynctp_passes.agreement.later_graphs import in_later_graphs, keep
 from asynctp_passes.agreement.ledgers import keyed
-from asynctp_passes.agreement.polls import REFUSED, Votes, outcomes, plain, polls_of, post, reason_of
+from asynctp_passes.agreement.polls import REFUSED, Votes, done_elsewhere, outcomes, plain, polls_of, post, reason_of
 from asynctp_passes.agreement.waits import deadline, looks
 from asynctp_passes.config import Config
 from asynctp_passes.errors import AsyncTPError, DisagreementError
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import phase_of
-from asynctp_passes.planning.deviations import PLAIN, Words, communicated
+from asynctp_passes.planning.deviations import PLAIN, Words, communicated, is_for_any_graph
 from asynctp_passes.reporting.report import Report
 
 __all__ = ["Votes", "agreed_before", "refuse", "stands", "vote"]
@@ -81,10 +81,11 @@ def _refuses(group: str, text: str) -> str | None:
 
 
 def agreed_before(graph: fx.Graph, config: Config) -> frozenset[tuple[str, str]]:
-    """The deviations on which all ranks have agreed in an earlier graph of this function, by group and text.
+    """The deviations on which all ranks have agreed before, by group and text: what peers may run beside this graph.
 
-    Peers may still run that graph. A rank that can do the same, though it need not, does it. So these are such that any
-    graph with the same collectives can do them: to keep a gather, and to leave a group's collectives to torch.
+    That is in an earlier graph of this function, or in all other functions with the same collectives. A rank that can
+    do the same, though it need not, does it. So these are such that any graph with these collectives can do them: to
+    keep a gather, and to leave a group's collectives to torch.
     """
     if not config.agree or compat.compiled_function() is None:
         return frozenset()
@@ -100,12 +101,24 @@ def _accepted(ballot: Ballot, config: Config) -> Iterator[str]:
     """Those of a ballot's deviations on which all ranks have agreed already."""
     ledger, function = ledgers.of_group(ballot.group), compat.compiled_function()
     for poll in () if ledger is None or function is None else polls_of(ledger, ballot, config, function.name):
+        others = done_elsewhere(poll)
         with contextlib.suppress(RuntimeError, OSError):
-            if poll.is_accepted():
+            if (others and all(others)) or poll.is_accepted():
                 yield plain(poll.text)
 
 
-def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[str]:
+def _left_out(ballots: Iterable[Ballot], config: Config) -> Iterator[str]:
+    """What graphs from a cache do not do, and would do if they were compiled now (`agreed_before`)."""
+    for one in ballots:
+        if (ledger := ledgers.of_group(one.group)) is not None:
+            done = ledger.sets.get(ledger.key_of(one), ())
+            known = {plain(text) for texts in done for text in texts}.difference(one.deviations)
+            texts = tuple(sorted(filter(is_for_any_graph, known)))
+            for text in _accepted(replace(one, deviations=texts), config):
+                yield f"it leaves out what all ranks have agreed on in an earlier graph: {text}"
+
+
+def stands(reports: Sequence[Report], config: Config, *, joint: bool, anew: bool = False) -> list[str]:
     """Vote on graphs that came from a cache, all at once; why they cannot run as they are, a text for each deviation.
 
     A backward that comes with its forward is not waited for: on other ranks it may be compiled only when it runs, which
@@ -116,6 +129,7 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[st
         reports: Of the graphs.
         config: As for `vote`.
         joint: The graph that they were made of was not seen here either: its ballots are voted on too.
+        anew: They can be compiled again, and then do what all ranks have agreed on before.
     """
     kept = [[one for one in report.ballots if joint or not one.joint] for report in reports]
     with_forward = any(report.phase != "backward" for report in reports)
@@ -128,6 +142,8 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool) -> list[st
     if not config.agree:
         return []
     alone = [reason for group, text in votes if (reason := _refuses(group, text)) is not None]
+    if anew and config.deviate:
+        alone += _left_out([*early, *late], config)
     if alone:
         return alone
     if any(ledger.has_backward(key) for ledger, key in keyed(late)):

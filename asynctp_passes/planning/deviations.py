@@ -33,7 +33,7 @@ from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
 from asynctp_passes.matching.chains import Bucket, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step
 from asynctp_passes.matching.near_miss import reduces
 
-__all__ = ["LOCAL", "PLAIN", "Words", "communicated"]
+__all__ = ["LOCAL", "PLAIN", "Words", "communicated", "is_for_any_graph"]
 
 LOCAL = "?"
 """A text with this in it has a size that only this rank knows, and is comparable to no other rank's."""
@@ -41,7 +41,13 @@ LOCAL = "?"
 PLAIN = "plain: collectives of parameters"
 """That all collectives of a group stay torch's."""
 
+_KEEP = "keep: "
 _LONGEST = 240
+
+
+def is_for_any_graph(text: str) -> bool:
+    """True for a deviation that any graph with the same collectives can do: to keep a gather, to leave all to torch."""
+    return text == PLAIN or text.startswith(_KEEP)
 
 
 def communicated(collectives: Iterable[Collective], phase: str) -> dict[str, str]:
@@ -128,7 +134,7 @@ class Words:
 
     def of_kept(self, gather: Collective) -> str:
         """The gather whose result this rank keeps, whatever it multiplies."""
-        return f"keep: all_gather {self._place[gather.node]}"
+        return f"{_KEEP}all_gather {self._place[gather.node]}"
 
     def of_plain(self) -> str:
         """The collectives of a group that stay torch's, as they are of parameters."""
