@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from interpreter import interpreter_fault
 from judge_program import report
 from passes import run_pass
 from profiles import THOROUGH
-from rank_lockstep import RIGHT, Verdict, check, votes_of
+from rank_lockstep import OWN_TRANSPORT, RIGHT, Setting, Verdict, check, trace, votes_of
 from rank_pool import SABOTAGES, WAIT_S, judge_on_ranks
 from rank_programs import KINDS, PLAIN, Program, focused, mixed, smaller
 from rank_variations import VARIATIONS
@@ -24,7 +25,7 @@ from rank_writer import Outline, Stage
 from ranks import PATIENCE
 from torch.fx import Graph, Node
 
-from asynctp_passes import Report
+from asynctp_passes import Report, ops
 
 FOUND: dict[str, tuple[tuple[int, int], ...]] = {
     "no_matmul": ((3, 4),),
@@ -53,6 +54,21 @@ def test_a_kind_in_lockstep(kind: str) -> None:
 def test_many_differences_in_lockstep(part: int) -> None:
     """All kinds together."""
     assert_right((mixed(seed, 4 if seed % 4 == 3 else 2) for seed in range(part, MIXED, 8)), check)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_by_own_transport_in_lockstep(kind: str) -> None:
+    """As on GPUs."""
+    assert_right(of_kind(kind, PER_KIND), partial(check, setting=OWN_TRANSPORT))
+
+
+@pytest.mark.parametrize("own_transport", [False, True])
+@pytest.mark.parametrize("part", range(4))
+def test_what_was_agreed_on_before_and_what_is_refused_in_lockstep(part: int, own_transport: bool) -> None:
+    """Ranks follow what they agreed on in an earlier graph, and leave out a part of what all of them would do."""
+    for seed in range(part, MIXED, 4):
+        judge = partial(check, setting=Setting(own_transport, past=seed))
+        assert_right([mixed(seed, 4 if seed % 4 == 3 else 2)], judge)
 
 
 def of_kind(kind: str, count: int) -> list[Program]:
@@ -176,6 +192,31 @@ def test_a_wrong_rewrite_is_found_in_lockstep(name: str) -> None:
 
     assert check(program, lambda rank, graph: run_pass(graph, agree=False)) == RIGHT
     assert check(program, rewrite).fault == fault
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0,), ()])
+def test_unlike_transports_are_found_in_lockstep(ranks: tuple[int, ...]) -> None:
+    """A rank that is not of `ranks` leaves to torch what it does not multiply."""
+
+    def rewrite(rank: int, graph: Graph) -> Report:
+        with mock.patch.object(ops, "on_wire", return_value=rank in ranks):
+            return run_pass(graph, agree=False)
+
+    fault = "unlike calls" if ranks == (0,) else ""
+    assert check(ONE_GROUP, rewrite, OWN_TRANSPORT).fault == fault
+
+
+def test_what_ranks_agreed_on_before_and_refuse_is_drawn_alike_for_all_of_them() -> None:
+    graphs = [trace(TWO_STAGES, rank) for rank in range(2)]
+    groups = TWO_STAGES.outline.groups()
+    sizes = set()
+    for seed in range(20):
+        setting = Setting(past=seed)
+        first, second = (setting.agreed(rank, graph, groups) for rank, graph in enumerate(graphs))
+        assert first == second
+        sizes.add(len(first))
+        assert setting.refuses(0, groups, "ALL", "a") == setting.refuses(1, groups, "ALL", "a")
+    assert {0, 3} < sizes, "none, some and all of: two plain groups, one kept gather"
 
 
 @pytest.mark.ranks

@@ -495,6 +495,7 @@ GROUP_OPS: dict[str, GroupOp] = {
     "_c10d_functional_autograd::reduce_scatter_tensor": _reduce_scatter_tensor,
     "asynctp::all_gather": _all_gather_into_tensor,
     "asynctp::reduce_scatter": _reduce_scatter_tensor,
+    "asynctp::all_reduce": _all_reduce,
     "_c10d_functional::all_reduce_": _all_reduce_in_place,
     "vllm_like::all_gather": _custom_all_gather,
     "vllm_like::reduce_scatter": _custom_reduce_scatter,
@@ -508,6 +509,7 @@ GROUP_OPS: dict[str, GroupOp] = {
 }
 
 _RANK_OPS: dict[str, Callable[..., Any]] = {
+    "asynctp::wait": lambda result, source: result,
     "_c10d_functional::wait_tensor": lambda tensor: tensor,
     "_c10d_functional::wait_tensors": lambda tensors: list(tensors),
     "_dtensor::mesh_get_process_group": lambda mesh, dim: (mesh, dim),

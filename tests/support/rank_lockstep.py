@@ -8,13 +8,17 @@ Each rank runs its graph as far as its next communicating op, and says what it w
 meet must agree on the wire: kind, number of elements, dtype and reduction. Results are made of what was sent, in wire
 order, so that rows which are sent in another order arrive in that order. Inductor's scheduling is not seen here, nor
 how kernels move the data: an op's wire is that of the collective in its definition.
+
+`OWN_TRANSPORT`: graphs are rewritten as for GPUs, where collectives go by asynctp's own transport, and calls that meet
+must agree on that too.
 """
 
 from __future__ import annotations
 
+import random
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -26,11 +30,15 @@ from rank_programs import Program
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from asynctp_passes import Report, attempt
+from asynctp_passes import Report, attempt, ops, pipeline
+from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.planning import overlap
+from asynctp_passes.planning.deviations import Words
 
 __all__ = [
+    "OWN_TRANSPORT",
     "RIGHT",
+    "Setting",
     "Verdict",
     "check",
     "difference",
@@ -70,13 +78,50 @@ class Unmatched(Exception):
         self.verdict = Verdict(fault, text)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """How graphs are rewritten.
+
+    Attributes:
+        own_transport: Collectives go by asynctp's, as on GPUs; else by torch's.
+        past: A seed for deviations that all ranks of a group agreed on in earlier graphs, and for such that they refuse
+            now. None: there are none.
+    """
+
+    own_transport: bool = False
+    past: int | None = None
+
+    def agreed(self, rank: int, graph: fx.Graph, groups: Groups) -> frozenset[tuple[str, str]]:
+        """By group and text, what was agreed on before: of what any graph can do nothing, some, or all."""
+        collectives = read_collectives(graph)
+        words = Words(collectives)
+        texts = {(one.group_key, words.of_plain()) for one in collectives}
+        texts |= {(one.group_key, words.of_kept(one)) for one in collectives if one.kind == "all_gather"}
+        if self.past is None:
+            return frozenset()
+        share = random.Random(f"{self.past}").choice([0.0, 0.5, 1.0])
+        return frozenset(at for at in texts if self._drawn("agreed", rank, groups, *at) < share)
+
+    def refuses(self, rank: int, groups: Groups, group: str, text: str) -> bool:
+        """Whether the ranks refuse a deviation that all of them have."""
+        return self.past is not None and self._drawn("refused", rank, groups, group, text) < 0.4
+
+    def _drawn(self, what: str, rank: int, groups: Groups, group: str, text: str) -> float:
+        peers = next(ranks for ranks in groups[group] if rank in ranks)
+        return random.Random(f"{what}/{self.past}/{group}/{peers}/{text}").random()
+
+
+OWN_TRANSPORT = Setting(own_transport=True)
+
+
 # --- the check ------------------------------------------------------------------------------------------------
-def check(program: Program, rewrite: Rewrite | None = None) -> Verdict:
+def check(program: Program, rewrite: Rewrite | None = None, setting: Setting = Setting()) -> Verdict:
     """Rewrite the graphs of all ranks, and compare what they compute together with the program.
 
     Args:
         program: The program.
         rewrite: Rewrites a rank's graph; by default the pass does, with the ranks' votes.
+        setting: For what it is rewritten.
 
     Returns:
         The first fault, or `RIGHT`.
@@ -93,8 +138,8 @@ def check(program: Program, rewrite: Rewrite | None = None) -> Verdict:
     except Unmatched as error:
         raise AssertionError(f"not a program: {error}\n{program}") from error
     try:
-        rewritten, reports = rewrite_all(graphs, groups, rewrite)
-        actual = run_in_lockstep(rewritten, inputs, groups)
+        rewritten, reports = rewrite_all(graphs, groups, rewrite, setting)
+        actual = run_in_lockstep(rewritten, inputs, groups, setting.own_transport)
     except Unmatched as error:
         return error.verdict
     except Exception:
@@ -130,24 +175,38 @@ def _decompositions() -> Any:
 
 
 def rewrite_all(
-    graphs: Sequence[fx.Graph], groups: Groups, rewrite: Rewrite | None = None
+    graphs: Sequence[fx.Graph],
+    groups: Groups,
+    rewrite: Rewrite | None = None,
+    setting: Setting = Setting(),
 ) -> tuple[list[fx.Graph], list[Report]]:
     """Rewrite copies of all ranks' graphs; what changes what ranks send is done if every rank of the group has it."""
     if rewrite is not None:
         return _rewritten(graphs, rewrite)
     posted: dict[int, list[Any]] = {}
 
+    def run(rank: int, graph: fx.Graph, vote: Any) -> Report:
+        agreed = setting.agreed(rank, graph, groups)
+        with (
+            mock.patch.object(attempt, "vote", vote),
+            mock.patch.object(pipeline, "agreed_before", return_value=agreed),
+            mock.patch.object(ops, "on_wire", return_value=setting.own_transport),
+        ):
+            return run_pass(graph)
+
     def post(rank: int, graph: fx.Graph) -> Report:
         def all_accepted(ballots: Iterable[Any], config: Any) -> Any:
             posted[rank] = list(ballots)
             return {(one.group, text): None for one in posted[rank] for text in one.deviations}
 
-        with mock.patch.object(attempt, "vote", all_accepted):
-            return run_pass(graph)
+        return run(rank, graph, all_accepted)
 
     def obey(rank: int, graph: fx.Graph) -> Report:
-        with mock.patch.object(attempt, "vote", return_value=votes_of(rank, posted, groups)):
-            return run_pass(graph)
+        votes = {
+            at: "refused" if why is None and setting.refuses(rank, groups, *at) else why
+            for at, why in votes_of(rank, posted, groups).items()
+        }
+        return run(rank, graph, lambda ballots, config: votes)
 
     _rewritten(graphs, post)
     return _rewritten(graphs, obey)
@@ -215,6 +274,7 @@ class Sent:
         reduce_op: The reduction; empty for gathers.
         wire: The elements in wire order.
         node: Which node of the rank's graph.
+        transport: Whose the call is, and how; empty where that does not matter.
     """
 
     kind: str
@@ -222,22 +282,30 @@ class Sent:
     reduce_op: str
     wire: Tensor
     node: str
+    transport: str = ""
 
-    def signature(self) -> tuple[str, str, int, torch.dtype]:
+    def signature(self) -> tuple[str, str, int, torch.dtype, str]:
         """What has to be the same on all ranks."""
-        return self.kind, self.reduce_op, self.wire.numel(), self.wire.dtype
+        return self.kind, self.reduce_op, self.wire.numel(), self.wire.dtype, self.transport
 
     def __str__(self) -> str:
         """One line."""
-        what = " ".join(filter(None, (self.kind, self.reduce_op)))
+        what = " ".join(filter(None, (self.transport, self.kind, self.reduce_op)))
         return f"{self.node}: {what} of {self.wire.numel()} {self.wire.dtype}"
 
 
 Steps = Generator[Sent, Tensor, Any]
 
 
-def run_in_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Tensor]], groups: Groups) -> list[Any]:
+def run_in_lockstep(
+    graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Tensor]], groups: Groups, own_transport: bool = False
+) -> list[Any]:
     """Run a graph for each rank, all at once.
+
+    Args:
+        graphs, inputs: Of each rank.
+        groups: Its ranks by the name of a group.
+        own_transport: Calls of asynctp's ops and of torch's do not meet.
 
     Returns:
         What each graph returns.
@@ -245,7 +313,7 @@ def run_in_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Tensor
     Raises:
         Unmatched: Calls that meet are unlike, or a rank waits for peers that do not come.
     """
-    running = {rank: _steps(graph, inputs[rank]) for rank, graph in enumerate(graphs)}
+    running = {rank: _steps(graph, inputs[rank], own_transport) for rank, graph in enumerate(graphs)}
     results: dict[int, Any] = {}
     calls: dict[int, Sent] = {}
 
@@ -292,7 +360,7 @@ def _exchanged(ranks: Sequence[int], calls: Sequence[Sent]) -> list[Tensor]:
     return list(total.chunk(len(calls))) if first.kind == "scatter" else [total] * len(calls)
 
 
-def _steps(graph: fx.Graph, inputs: Iterable[Tensor]) -> Steps:
+def _steps(graph: fx.Graph, inputs: Iterable[Tensor], own_transport: bool) -> Steps:
     """Run one rank's graph: yields what it sends, and is given what it receives."""
     values: dict[fx.Node, Any] = {}
     given = iter([each.clone() for each in inputs])
@@ -305,7 +373,9 @@ def _steps(graph: fx.Graph, inputs: Iterable[Tensor]) -> Steps:
         elif node.op == "get_attr":
             values[node] = getattr(graph.owning_module, str(node.target))
         elif _communicates(node):
-            values[node] = yield from _call(node, lockstep.bind(node.target, args, kwargs))
+            arguments = lockstep.bind(node.target, args, kwargs)
+            call = _call(node, arguments)
+            values[node] = yield from (_by(_transport(node, arguments), call) if own_transport else call)
         else:
             values[node] = lockstep.local_op(node.target)(*args, **kwargs)
     raise ValueError("the graph has no output")
@@ -336,6 +406,26 @@ def _call(node: fx.Node, arguments: Arguments) -> Generator[Sent, Tensor, Any]:
     wire = torch.cat([block.flatten() for block in blocks])
     received = yield Sent(kind, arguments["group_name"], arguments["reduce_op"], wire, node.name)
     return received.view(blocks[0].shape).clone()
+
+
+def _transport(node: fx.Node, arguments: Arguments) -> str:
+    """Whose a call is. A gather that all ranks keep is pulled, and any other pushed."""
+    if not lockstep.op_name(node.target).startswith("asynctp"):
+        return "torch's"
+    kept = arguments.get("all_keep")
+    kept = arguments.get("return_a_full") if kept is None else kept
+    return "asynctp's kept" if kept else "asynctp's"
+
+
+def _by(transport: str, call: Generator[Sent, Tensor, Any]) -> Generator[Sent, Tensor, Any]:
+    """The same call, by a transport."""
+    received: Any = None
+    while True:
+        try:
+            sent = call.send(received)
+        except StopIteration as end:
+            return end.value
+        received = yield replace(sent, transport=transport)
 
 
 def _own_part(node: fx.Node, arguments: Arguments) -> Tensor:
