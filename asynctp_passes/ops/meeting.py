@@ -14,6 +14,7 @@ Importing this module registers the op.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -60,7 +61,7 @@ def meet(key: str, deviations: str, group_name: str) -> None:
 
     Returns at once where there are no other ranks to ask, as with the fake backend. All ranks of a meeting go on, or
     none: the first to know writes down that they met, or that it left. Where a rank has left, those that come later
-    wait for it in the next meeting.
+    wait for it in the next meeting. A rank that is interrupted while it waits leaves, too.
 
     Args:
         key: A hash of what the group communicates in the graph, and of the deviations.
@@ -80,9 +81,15 @@ def meet(key: str, deviations: str, group_name: str) -> None:
     while not met:
         place = f"{at}/{own.number}"
         own.number += 1
-        peers.store.set(f"{place}/{peers.rank}", "")
-        came = _wait(peers, place, start, deviations, group_name)
-        outcome = peers.store.compare_set(f"{place}/outcome", "", _MET if came else f"rank {peers.rank} left").decode()
+        left = f"rank {peers.rank} left"
+        try:
+            peers.store.set(f"{place}/{peers.rank}", "")
+            came = _wait(peers, place, start, deviations, group_name)
+            outcome = peers.store.compare_set(f"{place}/outcome", "", _MET if came else left).decode()
+        except BaseException:  # an interrupt, say: this rank sends nothing now
+            with contextlib.suppress(Exception):  # the store may be gone
+                peers.store.compare_set(f"{place}/outcome", "", left)
+            raise
         met = outcome == _MET
         if not (came or met):
             raise DisagreementError(

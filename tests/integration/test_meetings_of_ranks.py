@@ -185,6 +185,30 @@ def test_a_rank_that_comes_late_does_not_go_on_alone() -> None:
     assert kept == kept_too == "[1]"
 
 
+def interrupted(rank: int, world_size: int) -> bool:
+    """Rank 0 is interrupted while it waits for rank 1, and calls the graph again; rank 1 comes in between."""
+    x, w = operands(rank)
+    function, raised = with_options(two_sums), False
+    with torch.no_grad(), mock.patch.object(compat, "group_timeout_s", return_value=20.0):
+        function(x, w)
+        if rank == 0:
+            with mock.patch.object(meeting, "looks", side_effect=KeyboardInterrupt):
+                try:
+                    function(x, w)
+                except KeyboardInterrupt:
+                    raised = True
+        dist.barrier()
+        got = function(x, w)[0]
+        return raised == (rank == 0) and torch.allclose(got, two_sums(x, w)[0], atol=1e-4)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_interrupted_in_a_meeting_has_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its post in the store must not let its peers go on: it sends nothing, and comes to the next meeting."""
+    monkeypatch.setenv("ASYNCTP_AGREE_S", "120")
+    assert run_ranks(2, interrupted, timeout_s=300) == [True, True]
+
+
 def in_turn(rank: int, world_size: int) -> bool:
     """Three ranks with a group for each pair. Rank 2 comes to its meeting only after rank 1's group has communicated.
 
