@@ -108,7 +108,7 @@ def _accepted(ballot: Ballot, config: Config) -> Iterator[str]:
 
 
 def _left_out(ballots: Iterable[Ballot], config: Config) -> Iterator[str]:
-    """What graphs from a cache do not do, and would do if they were compiled now (`agreed_before`)."""
+    """Deviations that graphs from a cache lack, and would have if they were compiled now (`agreed_before`)."""
     for one in ballots:
         if (ledger := ledgers.of_group(one.group)) is not None:
             done = ledger.sets.get(ledger.key_of(one), ())

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from interpreter import interpreter_fault
 from scripts import run_forked
 
 CASES = sorted((Path(__file__).parents[1] / "support" / "rank_cases").glob("*.py"))
@@ -15,6 +16,8 @@ CASES = sorted((Path(__file__).parents[1] / "support" / "rank_cases").glob("*.py
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 def test_case(case: Path) -> None:
+    if "interpreted=True" in case.read_text() and (fault := interpreter_fault()):
+        pytest.skip(fault)
     with mock.patch.dict(os.environ, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1"):  # as `rank_harness` does, before torch
         run = run_forked(case, paths=True, timeout_s=240)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -94,8 +94,10 @@ def run(
         interpreted: Run what CUDA runs, in Triton's interpreter. A wait that has a bound there has none on CUDA.
         seconds: After so long a rank hangs, times `PATIENCE`.
     """
-    if interpreted:
-        os.environ.update(TRITON_INTERPRET="1", ASYNCTP_CPU_IMPLEMENTATION="interpreted")
+    if interpreted and os.environ.get("TRITON_INTERPRET") != "1":  # triton, which is imported, has looked already
+        paths = os.pathsep.join(sys.path)
+        os.environ.update(TRITON_INTERPRET="1", ASYNCTP_CPU_IMPLEMENTATION="interpreted", PYTHONPATH=paths)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     wrong = False
     for backend in sys.argv[1:] or ["asynctp"]:
         with tempfile.TemporaryDirectory() as folder:
