@@ -26,6 +26,7 @@ from asynctp_passes.waiting import ranks_named
 __all__ = [
     "ACCEPTED",
     "REFUSED",
+    "REFUSES_ALL",
     "Poll",
     "Votes",
     "disagreement",
@@ -44,6 +45,9 @@ LATE_S = 1.0
 """Seconds to wait for ranks that have let one wait pass without compiling what was asked: they have other graphs."""
 
 ACCEPTED, REFUSED = "accepted", "refused "
+REFUSES_ALL = "Config(deviate=False)"
+"""Posted by a rank with this option, instead of its deviations."""
+
 _NOT_DECISIVE = ("groups", "strict", "expect")
 
 Votes = dict[tuple[str, str], str | None]
@@ -173,15 +177,17 @@ class Poll:
         """Who does not have it, and what they have instead."""
         missing = self.missing()
         own = plain(self.text)
-        told = f"{ranks_named(missing)} of {len(self.ledger.ranks)} {'do' if len(missing) > 1 else 'does'} not: {own}"
+        do = "do" if len(missing) > 1 else "does"
+        told = f"{ranks_named(missing)} of the group's {len(self.ledger.ranks)} {do} not: {own}"
         for rank in missing[:1]:
             key = f"{self.at}/has/{rank}"
             theirs = json.loads(self.ledger.store.get(key)) if self.ledger.store.check([key]) else []
             kind = own.partition(" ")[0]
             instead = [text for text in map(plain, theirs) if text.startswith(kind) and text != own]
             told += f"; rank {rank} does: {'; '.join(instead)}" if instead else ""
+            told += f"; rank {rank} has {REFUSES_ALL}" if REFUSES_ALL in theirs else ""
             versions = [text for text in theirs if plain(text) == own and text != self.text]
-            told += f", with other versions or options: {versions[0].rpartition(' | ')[2]}" if versions else ""
+            told += f", with other versions or options: {_other(versions[0], self.text)}" if versions else ""
         return told
 
 
@@ -209,7 +215,8 @@ def post(ballots: Iterable[Ballot], config: Config) -> list[Poll]:
         found = polls_of(ledger, one, config, name, number)
         for poll in found:
             poll.post()
-        ledger.store.set(f"{key}/{name}/has/{ledger.rank}", json.dumps([poll.text for poll in found]))
+        texts = [poll.text for poll in found] if config.deviate else [REFUSES_ALL]
+        ledger.store.set(f"{key}/{name}/has/{ledger.rank}", json.dumps(texts))
         if new:
             ledger.store.add(shown, 1)
         polls += found
@@ -310,8 +317,14 @@ def with_provenance(text: str, config: Config) -> str:
 def _provenance(config: Config) -> str:
     """Versions, registered ops and options: where they differ, equal texts may mean different things."""
     options = {name: value for name, value in config.decisive().items() if name not in _NOT_DECISIVE}
-    told = " ".join(f"{name}={value!r}" for name, value in options.items())
+    told = ", ".join(f"{name}={value!r}" for name, value in options.items())
     return f"asynctp {sources_digest()}, torch {torch.__version__}, ops {registry.digest()}, {told}"
+
+
+def _other(theirs: str, own: str) -> str:
+    """What a deviation of a peer was found with, where this rank has something else."""
+    known, facts = (text.rpartition(" | ")[2].split(", ") for text in (own, theirs))
+    return ", ".join([fact for fact in facts if fact not in known] or facts)
 
 
 def _hash(text: str) -> str:

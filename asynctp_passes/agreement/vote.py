@@ -17,7 +17,17 @@ from asynctp_passes import compat, ops
 from asynctp_passes.agreement import ledgers
 from asynctp_passes.agreement.later_graphs import in_later_graphs, keep
 from asynctp_passes.agreement.ledgers import keyed
-from asynctp_passes.agreement.polls import REFUSED, Votes, done_elsewhere, outcomes, plain, polls_of, post, reason_of
+from asynctp_passes.agreement.polls import (
+    REFUSED,
+    REFUSES_ALL,
+    Votes,
+    done_elsewhere,
+    outcomes,
+    plain,
+    polls_of,
+    post,
+    reason_of,
+)
 from asynctp_passes.agreement.waits import deadline, looks
 from asynctp_passes.config import Config
 from asynctp_passes.errors import AsyncTPError, DisagreementError
@@ -41,7 +51,8 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
 
     Args:
         ballots: One for each group that communicates in the graph, with its deviations, or none.
-        config: With `agree=False` all is accepted, and nobody learns of it; with `deviate=False` all is refused.
+        config: With `agree=False` all is accepted, and nobody learns of it. With `deviate=False` all is refused;
+            the other ranks are told, and none is waited for.
 
     Returns:
         The outcomes. With `torch._dynamo.config.suppress_errors` this rank refuses all, and where its GPUs cannot share
@@ -53,7 +64,11 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
     """
     votes: Votes = {(one.group, text): None for one in ballots for text in one.deviations}
     if not config.deviate:
-        return dict.fromkeys(votes, "Config(deviate=False)")
+        if config.agree:  # peers with other options need not wait for this rank
+            none = [replace(one, deviations=()) for one in ballots]
+            with _without_store_errors(none, {}, config):
+                post(none, config)
+        return dict.fromkeys(votes, REFUSES_ALL)
     if config.agree:
         ballots = [_without_refused(one, votes) for one in ballots]
         with _without_store_errors(ballots, votes, config):

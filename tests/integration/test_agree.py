@@ -673,7 +673,7 @@ def test_votes_are_of_one_graph(two: Two) -> None:
     """A rank that has it only when it compiles the function anew did not have it before."""
     two.post(1, "one", WITHOUT)
     two.post(1, "one", WITH)
-    assert "rank 1 of 2 does not" in str(two.vote(0, "one", WITH)["g", SUM])
+    assert "rank 1 of the group's 2 does not" in str(two.vote(0, "one", WITH)["g", SUM])
 
 
 def test_recompiles_of_one_rank_shift_nothing(two: Two) -> None:
@@ -774,6 +774,22 @@ def test_the_group_with_the_least_patience_ends_a_wait(two: Two, monkeypatch: py
         votes = vote([Ballot("short", "fs"), WITH], Config(**QUIET))
     assert votes["g", SUM] is not None
     assert time.monotonic() - start < 10
+
+
+def test_a_rank_that_refuses_all_lets_no_peer_wait(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer, which has other options, is told the option."""
+    monkeypatch.setenv("ASYNCTP_AGREE_S", PATIENT_S)
+    with mock.patch.object(ledgers, "of_group", return_value=two.ledgers[1]), named("one"):
+        assert vote([WITH], Config(**QUIET, deviate=False)) == {("g", SUM): "Config(deviate=False)"}
+    assert two.vote(0, "one", WITH) == {
+        ("g", SUM): f"rank 1 of the group's 2 does not: {SUM}; rank 1 has Config(deviate=False)"
+    }
+
+
+def test_a_rank_is_told_which_options_of_a_peer_differ(two: Two) -> None:
+    with mock.patch.object(ledgers, "of_group", return_value=two.ledgers[1]), named("one"):
+        polls.post([WITH], Config(**QUIET, bucket=False))
+    assert str(two.vote(0, "one", WITH)["g", SUM]).endswith("with other versions or options: bucket=False")
 
 
 def test_without_deviations_nobody_is_asked(two: Two) -> None:

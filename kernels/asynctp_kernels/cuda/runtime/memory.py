@@ -546,7 +546,7 @@ def _bound_s(group: ProcessGroup) -> float:
 
 def _out_of_step(group_name: str, failure: str | None) -> str:
     return (
-        f"the memory of group '{group_name}' is out of step since: {failure} "
+        f"the memory of group '{group_name}' is out of step since: {str(failure).rstrip('.')}. "
         f"If every rank has raised, asynctp_kernels.release(group) on all of them mends it; else restart them."
     )
 
