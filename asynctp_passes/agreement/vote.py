@@ -36,6 +36,7 @@ from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.planning.deviations import PLAIN, Words, communicated, is_for_any_graph
 from asynctp_passes.reporting.report import Report
+from asynctp_passes.waiting import ranks_named
 
 __all__ = ["Votes", "agreed_before", "refuse", "stands", "vote"]
 
@@ -60,9 +61,10 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
 
     Raises:
         DisagreementError: All ranks have agreed on a deviation that this graph cannot do, and another rank may run a
-            graph with it.
+            graph with it. Or one rank asks, and another one deviates unasked.
     """
     votes: Votes = {(one.group, text): None for one in ballots for text in one.deviations}
+    _see_who_asks(ballots, config)
     if not config.deviate:
         if config.agree:  # peers with other options need not wait for this rank
             none = [replace(one, deviations=()) for one in ballots]
@@ -76,6 +78,24 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
             votes |= outcomes(polls, until)
             in_later_graphs(polls, ballots, votes, config, until)
     return votes
+
+
+def _see_who_asks(ballots: Iterable[Ballot], config: Config) -> None:
+    """See that no rank deviates unasked, with `agree=False`, where another one asks: unlike calls could meet."""
+    function = compat.compiled_function()
+    name = "" if function is None else function.name
+    for one in ballots:
+        unlike: list[int] = []
+        if (ledger := ledgers.of_group(one.group)) is not None:
+            unasked = "no" if config.deviate and one.deviations else ""
+            with contextlib.suppress(RuntimeError, OSError):  # of the store: the vote says it
+                unlike = ledger.asks(ledger.key_of(one), name, "yes" if config.agree else unasked)
+        if unlike:
+            raise DisagreementError(
+                f"asynctp: agree={config.agree} on this rank, and agree={not config.agree} on "
+                f"{ranks_named(unlike)} of group {one.group!r}, which compiled {name or 'a graph'} too: unlike calls "
+                "could meet. Set agree, or ASYNCTP_AGREE, to the same value on all ranks"
+            )
 
 
 def _without_refused(ballot: Ballot, votes: Votes) -> Ballot:
@@ -154,6 +174,7 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool, anew: bool
         for one in ballots:
             (late if report.phase == "backward" and with_forward and not one.joint else early).append(one)
     votes: Votes = {(one.group, text): None for one in (*early, *late) for text in one.deviations}
+    _see_who_asks([*early, *late], config)
     if not config.agree:
         return []
     alone = [reason for group, text in votes if (reason := _refuses(group, text)) is not None]
