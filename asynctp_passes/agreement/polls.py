@@ -322,7 +322,7 @@ def _provenance(config: Config) -> str:
 
 
 def _other(theirs: str, own: str) -> str:
-    """What a deviation of a peer was found with, where this rank has something else."""
+    """Provenance of a peer's deviation, where this rank has another."""
     known, facts = (text.rpartition(" | ")[2].split(", ") for text in (own, theirs))
     return ", ".join([fact for fact in facts if fact not in known] or facts)
 
