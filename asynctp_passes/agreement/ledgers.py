@@ -143,12 +143,12 @@ class Ledger:
         with lock:
             number = self.asked[f"{key}/{function}"]
             self.asked[f"{key}/{function}"] += 1
-        at = f"{key}/{function}/asks/{number}"
         if not answer:
             return []
-        self.store.set(f"{at}/{self.rank}", answer)
-        others = [rank for rank in self.ranks[:LOOKED_AT] if rank != self.rank and self.store.check([f"{at}/{rank}"])]
-        return [rank for rank in others if self.store.get(f"{at}/{rank}").decode() != answer]
+        at = f"{key}/{function}/asks/{number}"
+        self._write(at, [answer])
+        others = (rank for rank in self.ranks[:LOOKED_AT] if rank != self.rank)
+        return [rank for rank in others if self._read(at, rank) not in ([], [answer])]
 
     def difference(self, key: str, rank: int) -> str:
         """How another rank's graphs of the function that is compiled differ from this rank's; or nothing."""

@@ -88,8 +88,11 @@ def _see_who_asks(ballots: Iterable[Ballot], config: Config) -> None:
         unlike: list[int] = []
         if (ledger := ledgers.of_group(one.group)) is not None:
             unasked = "no" if config.deviate and one.deviations else ""
-            with contextlib.suppress(RuntimeError, OSError):  # of the store: the vote says it
+            try:
                 unlike = ledger.asks(ledger.key_of(one), name, "yes" if config.agree else unasked)
+            except (RuntimeError, OSError) as error:
+                if not config.agree:  # else the vote finds and tells it
+                    log.warning("asynctp: with agree=False this rank could not see whether others ask: %s", error)
         if unlike:
             raise DisagreementError(
                 f"asynctp: agree={config.agree} on this rank, and agree={not config.agree} on "

@@ -1,12 +1,16 @@
-"""Ranks of which one asks about deviations and another one deviates unasked: at least one of them finds it."""
+"""One rank votes on its deviations, another one deviates without a vote: the rank that compiles later raises."""
 
 from __future__ import annotations
+
+import logging
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
 from asynctp_passes import Config, DisagreementError
+from asynctp_passes.agreement.ledgers import Ledger
 from asynctp_passes.agreement.vote import vote
 from asynctp_passes.ir.records import Ballot
 
@@ -55,6 +59,24 @@ def test_a_rank_that_asks_nobody_and_does_not_deviate_is_right(
 def often(rank: int, world_size: int) -> list[str]:
     """All ranks change their mind, and one of them is always ahead."""
     return [said("f", agree=agree) for agree in (True, False, True, True)]
+
+
+def without_a_store(rank: int, world_size: int) -> list[str]:
+    heard: list[str] = []
+    with (
+        mock.patch.object(Ledger, "_write", side_effect=RuntimeError("the store is gone")),
+        mock.patch.object(
+            logging.getLogger("asynctp_passes.agreement.vote"), "warning", lambda *of: heard.append(of[0] % of[1:])
+        ),
+    ):
+        assert said("f", "deviation", agree=False) == ""
+    return heard
+
+
+@pytest.mark.ranks
+def test_a_store_that_fails_is_told() -> None:
+    told = "asynctp: with agree=False this rank could not see whether others ask: the store is gone"
+    assert run_ranks(2, without_a_store, timeout_s=100) == [[told]] * 2
 
 
 @pytest.mark.ranks

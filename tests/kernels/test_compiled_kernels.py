@@ -627,7 +627,7 @@ def access_bytes(op: str) -> int:
 
 
 def check_direct(ptx: Ptx, shots: int) -> None:
-    """A thread for each peer posts its word, behind a barrier, and polls that of its own words."""
+    """For each peer one thread posts this rank's word, after a barrier, and one thread polls the peer's."""
     check_posts(ptx, shots)
     assert len(ptx.find("ld.acquire.sys.global.s64")) == len(ptx.find("barrier.red.and.pred")) == shots
     assert votes(ptx)

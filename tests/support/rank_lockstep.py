@@ -93,12 +93,12 @@ class Setting:
 
     def agreed(self, rank: int, graph: fx.Graph, groups: Groups) -> frozenset[tuple[str, str]]:
         """By group and text, what was agreed on before: of what any graph can do nothing, some, or all."""
+        if self.past is None:
+            return frozenset()
         collectives = read_collectives(graph)
         words = Words(collectives)
         texts = {(one.group_key, words.of_plain()) for one in collectives}
         texts |= {(one.group_key, words.of_kept(one)) for one in collectives if one.kind == "all_gather"}
-        if self.past is None:
-            return frozenset()
         share = random.Random(f"{self.past}").choice([0.0, 0.5, 1.0])
         return frozenset(at for at in texts if self._drawn("agreed", rank, groups, *at) < share)
 
