@@ -6,8 +6,9 @@ compared with. It cannot be captured: what needs it in a CUDA graph, `sequential
 
 With TRITON_INTERPRET=1 they are processes on CPUs, and kernels are interpreted: that is enough for `unlike`.
 
-With TILES=pingpong in the environment every GEMM that can run `pingpong_kernels` does, whatever its size, on `PROGRAMS`
-CTAs at most, so that each has several tiles; where it cannot be compiled, the program ends.
+With TILES=shares in the environment every GEMM runs on `PROGRAMS` CTAs at a time, so that each has several tiles, which
+are dealt out in shares as beside other groups' kernels. With TILES=pingpong, moreover, every GEMM that can run
+`pingpong_kernels` does, whatever its size; where it cannot be compiled, the program ends.
 """
 
 from __future__ import annotations
@@ -37,8 +38,12 @@ def start(seconds: int) -> None:
     """Join the group of all GPUs; the process ends with its stacks printed if `seconds` pass without a new `limit`."""
     faulthandler.enable()
     limit(seconds)
-    if os.environ.get("TILES") == "pingpong":
-        pingpong_everywhere()
+    if (wanted := os.environ.get("TILES")) is not None:
+        in_shares()
+        if wanted == "pingpong":
+            pingpong_everywhere()
+        elif wanted != "shares":
+            raise SystemExit(f"TILES={wanted} is not valid; it must be shares or pingpong")
     if IS_INTERPRETED:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
@@ -58,16 +63,20 @@ def device() -> torch.device:
     return torch.device("cpu") if IS_INTERPRETED else torch.device("cuda", torch.cuda.current_device())
 
 
-def pingpong_everywhere() -> None:
+def in_shares() -> None:
     def few(wanted: int, most: int) -> int:
         return launch.grid(wanted, min(most, PROGRAMS))
 
+    for module in GRIDS:
+        vars(module)["grid"] = few
+    fused.others_beside = lambda world: True
+
+
+def pingpong_everywhere() -> None:
     def give_up(fault: str) -> None:
         raise SystemExit(fault)
 
     tiles.pingpong_is_faster = lambda small, large, fp8: True
-    for module in GRIDS:
-        vars(module)["grid"] = few
     gemm._give_up = give_up
 
 

@@ -334,6 +334,41 @@ def test_scatter_gemm_in_groups(tmp_path: Path) -> None:
     check_runs(here.prepared[-1], gemm.ttgir)
 
 
+# --- shares ------------------------------------------------------------------------------------------------------
+FEW = 2  # programs at a time, so that the runs have several waves
+
+
+def in_shares(op: str, variant: Variant) -> Prepared:
+    """The GEMM of a plan of a group that is not all ranks."""
+    with mock.patch.object(fused, "others_beside", return_value=True), machine() as here:
+        if op == "scatter":
+            fused.FusedScatter(scatter_call(**variant.options), here.memory, variant.tiles, 2, FEW)
+        else:
+            fused.FusedGather(gather_call(**variant.options), here.memory, variant.tiles, 2, FEW)
+        return here.prepared[-1]
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("gather", "narrow"),
+        ("scatter", "narrow"),
+        thorough(("gather", "rows-travel-4-bias")),
+        thorough(("scatter", "outer")),
+    ],
+    ids=str,
+)
+def test_tiles_in_shares(op: str, name: str, tmp_path: Path) -> None:
+    """Every tile is made once, awaited and counted, whichever program has it; all programs are counted as done."""
+    prepared = in_shares(op, (GATHERS if op == "gather" else SCATTERS)[name])
+    constants = prepared.constants
+    assert (constants["SLOTS"], constants["PROGRAMS"]) == (FEW, prepared.programs)
+    assert prepared.programs // FEW in (3, 4)
+    gemm = compiled(prepared, tmp_path)
+    check_runs(prepared, gemm.ttgir)
+    assert leaves_room(gemm.launch)
+
+
 # --- stamps of tiles ---------------------------------------------------------------------------------------------
 def plan_gemm(op: str, name: str) -> Prepared:
     """The GEMM of a plan."""

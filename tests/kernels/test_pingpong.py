@@ -12,6 +12,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -98,14 +99,14 @@ FEW = {
 }
 
 
-def plan(op: str, options: dict[str, Any], here: Machine) -> Prepared:
+def plan(op: str, options: dict[str, Any], here: Machine, programs: int = SMS) -> Prepared:
     """The GEMM of a plan, not compiled. A gather is pulled, or pushed and returned to nobody, or pushed and kept."""
     tiles = pingpong(options.get("dtype", torch.bfloat16).itemsize)
     if op == "scatter":
-        fused.FusedScatter(scatter_call(**options), here.memory, tiles, 2, SMS)
+        fused.FusedScatter(scatter_call(**options), here.memory, tiles, 2, programs)
     else:
         how: dict[str, Any] = {"gather": {"kept": True}, "pushed": {}, "kept": {"full": True}}[op]
-        fused.FusedGather(gather_call(**options, **how), here.memory, tiles, 2, SMS)
+        fused.FusedGather(gather_call(**options, **how), here.memory, tiles, 2, programs)
     return here.prepared[-1]
 
 
@@ -192,6 +193,15 @@ def test_scatter(name: str, tmp_path: Path) -> None:
     prepared, found = planned("scatter", options, tmp_path)
     check(prepared, found, options, stack)
     assert texts(found.ptx) == (0, 1)
+
+
+@pytest.mark.parametrize("op", ["pushed", "scatter"])
+def test_tiles_in_shares(op: str, tmp_path: Path) -> None:
+    """As beside other groups' kernels: three tasks of a CTA have the same tiles, an odd number of them or none."""
+    with mock.patch.object(fused, "others_beside", return_value=True), machine() as here:
+        prepared = plan(op, BOTH["tensorwise"][0], here, programs=3)
+    assert prepared.programs == prepared.constants["PROGRAMS"] > prepared.constants["SLOTS"] == 3
+    check_runs(prepared, compiled(prepared, tmp_path).ttgir)
 
 
 @pytest.mark.parametrize("op", ["pushed", "scatter"])

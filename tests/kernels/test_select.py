@@ -386,6 +386,23 @@ def test_decomposed_has_to_be_ahead_of_fused(decomposed: float, winner: str) -> 
     assert select.fastest({"decomposed": decomposed, "direct": 99.0}) == ("decomposed" if decomposed < 99 else "direct")
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_beside_other_groups_a_table_does_not_decide_for_decomposed(beside: bool, table: Path) -> None:
+    """It was measured with nothing else to do; the model has both within 5 % of each other here."""
+    for name in ("decomposed", "sequential"):
+        write(table, {UNKNOWN: {ASKED.key: {str(ASKED.rows): name}}})
+        select.refresh()
+        choice = chosen(ASKED, beside=beside)
+        assert choice.estimates_us["decomposed"] > 0.95 * choice.estimates_us["fused"]
+        expected = ("fused", "cost model") if beside and name == "decomposed" else (name, "measured")
+        assert (choice.implementation, choice.source) == expected
+
+
+@pytest.mark.parametrize(("decomposed", "winner"), [(96.0, "fused"), (94.0, "decomposed")])
+def test_beside_other_groups_decomposed_has_to_be_further_ahead(decomposed: float, winner: str) -> None:
+    assert select.fastest({"fused": 100.0, "decomposed": decomposed}, select.BESIDE_AHEAD) == winner
+
+
 def test_a_table_does_not_make_run_what_cannot(table: Path) -> None:
     write(table, {UNKNOWN: {KEY: {"1000": "fused"}}})
     choice = chosen(ASKED, {"fused": "no"})

@@ -28,8 +28,10 @@ def problem(op: str, rows: int, depth: int, *widths: int, world: int = 4, dtype:
     return Problem(op, world, rows, depth, widths, 1 if dtype.startswith("float8") else 2, 2, dtype)
 
 
-def chosen(asked: Problem, refused: dict[str, str] | None = None, device: str = UNKNOWN) -> Choice:
-    return select.choose(asked, ENTRIES[asked.op], refused or {}, SMS, device)
+def chosen(
+    asked: Problem, refused: dict[str, str] | None = None, device: str = UNKNOWN, beside: bool = False
+) -> Choice:
+    return select.choose(asked, ENTRIES[asked.op], refused or {}, SMS, device, beside=beside)
 
 
 def entry(op: str, name: str) -> Implementation[Any]:

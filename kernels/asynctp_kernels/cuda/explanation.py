@@ -11,7 +11,7 @@ from asynctp_kernels.cuda.implementations import ENTRIES
 from asynctp_kernels.cuda.legality import refusals
 from asynctp_kernels.cuda.plans.gather_call import GatherArguments, GatherCall
 from asynctp_kernels.cuda.plans.scatter_call import ReduceArguments, ScatterCall
-from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.cuda.runtime.machine import driver, others_beside
 
 
 def explain(call: GatherArguments | ReduceArguments, world: int) -> Choice:
@@ -64,7 +64,7 @@ def explain_all_reduce(call: ScatterCall, table: Table | None = None) -> Choice:
 def _explained(problem: Problem, call: GatherCall | ScatterCall, table: Table | None) -> Choice:
     _, sms, name = driver.machine(call.device_index)
     entries = ENTRIES[problem.op]
-    return choose(problem, entries, refusals(entries, call), sms, name, table)
+    return choose(problem, entries, refusals(entries, call), sms, name, table, others_beside(call.world))
 
 
 def gather_problem(call: GatherCall) -> Problem:

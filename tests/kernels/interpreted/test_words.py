@@ -85,13 +85,14 @@ class Gemm:
 
     chunk: rows of a gather's, row tiles of a scatter's, where own rows have parts of `own_tiles`. ks: of each pair of a
     scatter; of a gather, one. own: rows of this rank need not be awaited; else each of `world` chunks of rows has a
-    word, and is there once that is `value`, as in `async_input`.
+    word, and is there once that is `value`, as in `async_input`. programs: of a share.
     """
 
     gathers: bool
     rank: int = 1
     world: int = 3
     programs: int = 3
+    shares: int = 1
     outer: int = 1
     inner: int = 80
     n: int = 64
@@ -159,8 +160,8 @@ def _gemm(call: Gemm) -> Found:
         "GATHER": call.gathers, "OWN": own_only, "INBOX": call.inbox, "CLEARS": call.clears, "COUNT": len(call.ks),
         "CHUNKS": chunks, "B_K_MAJOR": True, "A_SCALE": mode, "SCALE_TRAVELS": False, "B_SCALE": mode, "BIAS": 0,
         "OUT": tl.bfloat16, "ROUNDED": tl.bfloat16, "IMPRECISE": None, "BM": BM, "BN": BN, "BK": BK, "SPLIT": 2,
-        "GROUP_M": call.group if call.gathers else min(call.group, call.chunk), "PROGRAMS": call.programs,
-        "STAMPS": False, "FACTOR": 1.0,
+        "GROUP_M": call.group if call.gathers else min(call.group, call.chunk), "SLOTS": call.programs,
+        "PROGRAMS": call.programs * call.shares, "STAMPS": False, "FACTOR": 1.0,
     }  # fmt: skip
     multiply, store_tile = kernels.multiply, kernels.store_tile
 
@@ -177,7 +178,7 @@ def _gemm(call: Gemm) -> Found:
         "await_word": diary.await_word, "publish": diary.publish, "multiply": multiplied, "store_tile": stored,
     }  # fmt: skip
     with mock.patch.multiple(kernels, **replaced):
-        kernels.gemm_kernel[(call.programs,)](*args, **constants)
+        kernels.gemm_kernel[(call.programs * call.shares,)](*args, **constants)
     return Found(diary.programs, words.tolist(), done.tolist())
 
 
@@ -188,6 +189,7 @@ SHAPES: list[dict[str, Any]] = [
     {"outer": 2, "inner": 40, "chunk": 3, "own_tiles": 3},
     {"rank": 0, "world": 2, "inner": 100, "n": 96, "own_tiles": 4},
     {"rank": 2, "inner": 15, "chunk": 1, "own_tiles": 1, "programs": 2},
+    *({"programs": programs, "shares": shares} for programs, shares in ((1, 4), (2, 3), (5, 2), (40, 3))),
     *({"ks": (BK * steps,)} for steps in (1, 3, 4, 6)),
 ]
 SCATTERS = [Gemm(False, **shape) for shape in SHAPES] + [

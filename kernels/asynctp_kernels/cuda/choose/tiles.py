@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from math import ceil
 
@@ -101,6 +102,20 @@ def tiles_for(
 def waves(rows: int, columns: int, block_m: int, block_n: int, programs: int) -> int:
     """How many tiles the busiest SM computes."""
     return ceil(ceil(rows / block_m) * ceil(columns / block_n) / programs)
+
+
+#: waves from which on a GEMM beside other kernels has one more share (`shares_for`)
+_SHARES_FROM = (2, 4, 16)
+
+
+def shares_for(count: int) -> int:
+    """Into how many shares a GEMM of `count` waves is dealt out where other groups' kernels may run beside it.
+
+    A CTA that finds its SM taken by such a kernel starts when others end their share, not the whole GEMM: then it
+    would take up to twice the time. Each share costs the time that an SM takes to start. Source:
+    `docs/results/2026-11-28-h200x4/beside.txt`: alone 0 to 2 % more time, beside NCCL up to a third less.
+    """
+    return 1 + bisect.bisect_right(_SHARES_FROM, count)
 
 
 #: in the interpreter: small, so that tiny calls have several tiles and chunks, ragged ones included

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from asynctp_kernels.cuda.choose.tiles import Tiles
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS
 from asynctp_kernels.cuda.gemm.gemm_kernels import gemm_kernel
-from asynctp_kernels.cuda.runtime.launch import Launch, NotCompiled, describe, prepare
+from asynctp_kernels.cuda.runtime.launch import Launch, NotCompiled, describe, leaves_room, prepare
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN
 
@@ -46,6 +46,7 @@ def b_descriptor(b: Tensor, tiles: Tiles) -> Any:
 def prepare_gemm(
     args: Sequence[Any],
     programs: int,
+    shares: int,
     tiles: Tiles,
     bs: Sequence[Tensor],
     bias: Tensor | None,
@@ -64,7 +65,10 @@ def prepare_gemm(
 
     Args:
         args: Example arguments.
-        programs: Size of the grid.
+        programs: CTAs that run at once.
+        shares: Into how many the tiles are dealt out, each to so many CTAs (`gemm_kernels.share_of`). One where other
+            kernels of ours find no room beside this one: they would take SMs between two shares, and wait for the
+            second.
         tiles: Block sizes.
         bs: All Bs (gather), or those of all pairs (scatter); of one memory order.
         bias: Of the first matmul; all have one, or none.
@@ -98,21 +102,30 @@ def prepare_gemm(
         "BK": tiles.block_k,
         "SPLIT": tiles.split,
         "GROUP_M": tiles.group_m,
-        "PROGRAMS": programs,
+        "SLOTS": programs,
+        "PROGRAMS": programs * shares,
         "STAMPS": stamps,
         "FACTOR": factor,
     }
+    rounds_once = rounded in (None, out_dtype)
+    launch = _prepare(args, tiles, constants, rounds_once)
+    if shares > 1 and not leaves_room(launch):
+        launch = _prepare(args, tiles, {**constants, "PROGRAMS": programs}, rounds_once)
+    return launch
+
+
+def _prepare(args: Sequence[Any], tiles: Tiles, constants: dict[str, Any], rounds_once: bool) -> Launch:
     if tiles.pingpong:
-        rounds_once = rounded in (None, out_dtype)
-        launch = _prepare_pingpong(args, programs, tiles, constants) if rounds_once else None
+        launch = _prepare_pingpong(args, tiles, constants) if rounds_once else None
         if launch is not None:
             return launch
         tiles = replace(tiles, pingpong=False, warps=4)
     limit = {"maxnreg": tiles.registers} if tiles.warps == 8 else {}
+    programs = constants["PROGRAMS"]
     return prepare(gemm_kernel, programs, args, constants, tiles.warps, num_stages=tiles.stages, **limit)
 
 
-def _prepare_pingpong(args: Sequence[Any], programs: int, tiles: Tiles, constants: dict[str, Any]) -> Launch | None:
+def _prepare_pingpong(args: Sequence[Any], tiles: Tiles, constants: dict[str, Any]) -> Launch | None:
     """`pingpong_kernels.gemm_kernel`, which reads and writes the same blocks as `gemm_kernel` of such tiles.
 
     None where this Triton's Gluon, which is experimental, does not take it: a warning says so, once, and it is not
@@ -131,7 +144,7 @@ def _prepare_pingpong(args: Sequence[Any], programs: int, tiles: Tiles, constant
     mine["STAGES"] = tiles.stages
     warps = pingpong.MULTIPLIER.value
     try:
-        return prepare(pingpong.gemm_kernel, programs, args, mine, warps, maxnreg=tiles.registers)
+        return prepare(pingpong.gemm_kernel, mine["PROGRAMS"], args, mine, warps, maxnreg=tiles.registers)
     except NotCompiled as error:
         _give_up(str(error))
         return None

@@ -184,6 +184,25 @@ def tile_of(
 
 
 @triton.jit
+def share_of(program: tl.tensor, tiles: tl.tensor, SLOTS: tl.constexpr, PROGRAMS: tl.constexpr) -> tuple:
+    """(first tile, end) of a program, which takes every one of `SLOTS`.
+
+    Programs of a share run at once, and the next share's as SMs become free: each takes half of the waves that are
+    left, the last one all. So a program that finds its SM taken by another kernel holds up no more than its share.
+    """
+    waves = tl.cdiv(tiles, SLOTS)
+    share = program // SLOTS
+    first = 0
+    end = waves
+    taken = 0
+    for i in tl.static_range(PROGRAMS // SLOTS - 1):
+        taken += (waves - taken + 1) // 2
+        first = tl.where(share > i, taken, first)
+        end = tl.where(share == i, taken, end)
+    return first * SLOTS + program % SLOTS, tl.minimum(end * SLOTS, tiles)
+
+
+@triton.jit
 def ends_of(
     size0: tl.tensor,
     size1: tl.tensor,
@@ -319,6 +338,7 @@ def gemm_kernel(
     BK: tl.constexpr,
     SPLIT: tl.constexpr,
     GROUP_M: tl.constexpr,
+    SLOTS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STAMPS: tl.constexpr,
     FACTOR: tl.constexpr,
@@ -360,7 +380,8 @@ def gemm_kernel(
     # `tests/support/gemm_runs.py` checks what comes of it.
     behind = 0
     uncounted = 0
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+    first_mine, end = share_of(tl.program_id(0), tiles, SLOTS, PROGRAMS)
+    for tile in tl.range(first_mine, end, SLOTS, flatten=True):
         step, peer, tile_m, tile_n, chunk = tile_of(
             tile, tiles_m, tiles_n, rank, world, chunk_size, own_tiles, inner, GATHER, CHUNKS, GROUP_M, BM
         )
@@ -516,11 +537,11 @@ def gemm_kernel(
             behind = chunk + 1
         store_tile(c, c_block, q, col, acc, OUT, BM, BN, SPLIT)
         if EACH:
-            after = tile + PROGRAMS
+            after = tile + SLOTS
             following = tile_of(
                 after, tiles_m, tiles_n, rank, world, chunk_size, own_tiles, inner, GATHER, CHUNKS, GROUP_M, BM
             )
-            stays = (chunk == following[4]) & (after < tiles)
+            stays = (chunk == following[4]) & (after < end)
             publish(words + chunk, tl.where(stays, 0, uncounted + 1))
             uncounted = tl.where(stays, uncounted + 1, 0)
         if STAMPS:

@@ -75,6 +75,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 # what has integers only is the same function in both languages
 tile_of = gluon.jit(gemm_kernels.tile_of.fn)
 ends_of = gluon.jit(gemm_kernels.ends_of.fn)
+share_of = gluon.jit(gemm_kernels.share_of.fn)
 stamp = gluon.jit(gemm_kernels.stamp.fn)
 clock_ns = gluon.jit(signals.clock_ns.fn)
 
@@ -209,6 +210,7 @@ def load_tiles(
     CHUNKS: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
     GROUP_M: gl.constexpr,
+    SLOTS: gl.constexpr,
     PROGRAMS: gl.constexpr,
     STAMPS: gl.constexpr,
 ) -> None:
@@ -223,7 +225,8 @@ def load_tiles(
     tiles_q = gl.cdiv(inner, BM)
     awaited = -1  # the chunk that was awaited last
     at = 0  # the step over K, among all of this CTA's
-    for tile in range(gl.program_id(0), tiles_m * tiles_n * world, PROGRAMS):
+    first_tile, end = share_of(gl.program_id(0), tiles_m * tiles_n * world, SLOTS, PROGRAMS)
+    for tile in range(first_tile, end, SLOTS):
         step, peer, tile_m, tile_n, chunk = tile_of(
             tile, tiles_m, tiles_n, rank, world, chunk_size, own_tiles, inner, GATHER, CHUNKS, GROUP_M, BM
         )
@@ -287,6 +290,7 @@ def multiply_tiles(
     CHUNKS: gl.constexpr,
     B_K_MAJOR: gl.constexpr,
     GROUP_M: gl.constexpr,
+    SLOTS: gl.constexpr,
     PROGRAMS: gl.constexpr,
 ) -> None:
     """The multiplier of tiles 0, 2, 4, … of this CTA's, or of 1, 3, 5, …"""
@@ -307,7 +311,8 @@ def multiply_tiles(
     tiles_q = gl.cdiv(inner, BM)
     at = WHICH * steps_k  # the step over K, among all of this CTA's
     made = 0
-    for tile in range(gl.program_id(0) + WHICH * PROGRAMS, tiles_m * tiles_n * world, 2 * PROGRAMS):
+    first_tile, end = share_of(gl.program_id(0), tiles_m * tiles_n * world, SLOTS, PROGRAMS)
+    for tile in range(first_tile + WHICH * SLOTS, end, 2 * SLOTS):
         step, peer, tile_m, tile_n, _chunk = tile_of(
             tile, tiles_m, tiles_n, rank, world, chunk_size, own_tiles, inner, GATHER, CHUNKS, GROUP_M, BM
         )
@@ -382,6 +387,7 @@ def store_tiles(
     COUNT: gl.constexpr,
     CHUNKS: gl.constexpr,
     GROUP_M: gl.constexpr,
+    SLOTS: gl.constexpr,
     PROGRAMS: gl.constexpr,
     STAMPS: gl.constexpr,
 ) -> None:
@@ -392,7 +398,8 @@ def store_tiles(
     PARTS: gl.constexpr = BN // PART
     tiles_q = gl.cdiv(inner, BM)
     made = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n * world, PROGRAMS):
+    first_tile, end = share_of(gl.program_id(0), tiles_m * tiles_n * world, SLOTS, PROGRAMS)
+    for tile in range(first_tile, end, SLOTS):
         _step, peer, tile_m, tile_n, chunk = tile_of(
             tile, tiles_m, tiles_n, rank, world, chunk_size, own_tiles, inner, GATHER, CHUNKS, GROUP_M, BM
         )
@@ -477,6 +484,7 @@ def gemm_kernel(
     BK: gl.constexpr,
     SPLIT: gl.constexpr,
     GROUP_M: gl.constexpr,
+    SLOTS: gl.constexpr,
     PROGRAMS: gl.constexpr,
     STAMPS: gl.constexpr,
     FACTOR: gl.constexpr,
@@ -524,19 +532,20 @@ def gemm_kernel(
             (multiply_tiles, (
                 0, scales, columns, sizes, ends, stages, turns, results,
                 A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, FACTOR,
-                GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
+                GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, SLOTS, PROGRAMS,
             )),
             (multiply_tiles, (
                 1, scales, columns, sizes, ends, stages, turns, results,
                 A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, FACTOR,
-                GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS,
+                GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, SLOTS, PROGRAMS,
             )),
             (load_tiles, (
                 as_, bs, words, done_ptr, value, sizes, ends, stages,
-                GATHER, OWN, INBOX, COUNT, CHUNKS, B_K_MAJOR, GROUP_M, PROGRAMS, STAMPS,
+                GATHER, OWN, INBOX, COUNT, CHUNKS, B_K_MAJOR, GROUP_M, SLOTS, PROGRAMS, STAMPS,
             )),
             (store_tiles, (
-                cs, words, done_ptr, sizes, ends, results, BM, BN, GATHER, OUTS, CHUNKS, GROUP_M, PROGRAMS, STAMPS,
+                cs, words, done_ptr, sizes, ends, results,
+                BM, BN, GATHER, OUTS, CHUNKS, GROUP_M, SLOTS, PROGRAMS, STAMPS,
             )),
         ],
         [MULTIPLIER, 1, 1],

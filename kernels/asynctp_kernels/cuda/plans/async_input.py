@@ -192,7 +192,7 @@ class _Plan:
         )  # fmt: skip
         dummy = self.unused.view(torch.float32)
         self.launch = prepare_gemm(
-            args.listed(dummy), programs, tiles, bs, None, (0, 0), a.dtype, gathers=True, async_input=True
+            args.listed(dummy), programs, 1, tiles, bs, None, (0, 0), a.dtype, gathers=True, async_input=True
         )
         self.values = args.launched(self.unused.data_ptr())
         self.of_bs, self.of_cs = places("b", len(bs)), places("c", len(bs))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose.tiles import Tiles, cut, cut_own
+from asynctp_kernels.cuda.choose.tiles import Tiles, cut, cut_own, shares_for
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
 from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
 from asynctp_kernels.cuda.plans.gather import GatherPlan
@@ -27,6 +27,7 @@ from asynctp_kernels.cuda.runtime.launch import (
     grid,
     outlines,
 )
+from asynctp_kernels.cuda.runtime.machine import others_beside
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.script import Record, Step, Wait, Write
 from asynctp_kernels.cuda.runtime.stamps import new_table
@@ -75,6 +76,7 @@ class FusedGather(GatherPlan):
         b_mode = scale_mode(call.b_scales[0] if call.b_scales else None)
         tile_count = _tile_count(self.outer * memory.world, inner, self.widths, tiles)
         programs = grid(tile_count, programs)
+        shares = _shares(tile_count, programs, memory.world)
         self.stamps = new_table(call.op, memory, tile_count, first=0)
         done = memory.gather_done if self.stamps is None else self.stamps.done
         args = GemmArguments(
@@ -84,8 +86,9 @@ class FusedGather(GatherPlan):
             chunk_size=transport.chunk_rows, own_tiles=1, value=1,
         )  # fmt: skip
         self.launch = prepare_gemm(
-            args.listed(memory.dummy), programs, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype, gathers=True,
-            scale_travels=self.scale_travels, inbox=inbox, clears=transport.gemm_clears, stamps=self.stamps is not None,
+            args.listed(memory.dummy), programs, shares, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype,
+            gathers=True, scale_travels=self.scale_travels, inbox=inbox, clears=transport.gemm_clears,
+            stamps=self.stamps is not None,
         )  # fmt: skip
         self.values = args.launched(memory.local.data_ptr())
         self.a_own, self.a_come = outlines((self.a_own, self.a_come))
@@ -117,6 +120,10 @@ class FusedGather(GatherPlan):
         values[WORDS] = transport.words
         self.launch(stream, values)
         transport.finish(stream, call)
+
+
+def _shares(tile_count: int, programs: int, world: int) -> int:
+    return shares_for(-(-tile_count // programs)) if others_beside(world) else 1
 
 
 def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) -> int:
@@ -166,6 +173,7 @@ class FusedScatter(PushedScatter):
         row_tiles = self.outer * -(-inner // tiles.block_m)
         tile_count = world * row_tiles * -(-n // tiles.block_n)
         programs = grid(tile_count, programs)
+        shares = _shares(tile_count, programs, memory.world)
         self.stamps = new_table(call.op, memory, tile_count, first=1)
         done = memory.scatter_done if self.stamps is None else self.stamps.done
         args = GemmArguments(
@@ -176,8 +184,9 @@ class FusedScatter(PushedScatter):
         )  # fmt: skip
         modes = [scale_mode(scales[0] if scales else None) for scales in (call.a_scales, call.b_scales)]
         self.launch = prepare_gemm(
-            args.listed(memory.dummy), programs, tiles, call.b_parts, bias, (modes[0], modes[1]), self.wire_dtype,
-            gathers=False, stamps=self.stamps is not None, rounded=call.out_dtype, factor=call.gemm_factor or 1.0,
+            args.listed(memory.dummy), programs, shares, tiles, call.b_parts, bias, (modes[0], modes[1]),
+            self.wire_dtype, gathers=False, stamps=self.stamps is not None, rounded=call.out_dtype,
+            factor=call.gemm_factor or 1.0,
         )  # fmt: skip
         self.values = args.launched(memory.local.data_ptr())
         self.a_like, self.b_like = outlines(self.a_like), outlines(self.b_like)

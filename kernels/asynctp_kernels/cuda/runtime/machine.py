@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from asynctp_kernels.cuda.runtime import driver as gpu
@@ -15,7 +16,7 @@ from asynctp_kernels.signals import IS_INTERPRETED
 
 T = TypeVar("T")
 
-__all__ = ["Driver", "driver"]
+__all__ = ["Driver", "driver", "others_beside"]
 
 
 class Enqueued(Protocol):
@@ -113,3 +114,11 @@ def _picked() -> Driver:
 
 
 driver: Driver = _picked()
+
+
+def others_beside(world: int) -> bool:
+    """Whether kernels of other groups may run beside those of a group of `world` ranks: the program has more ranks.
+
+    FSDP's gathers and a pipeline's receives hold SMs in the middle of a step.
+    """
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > world
