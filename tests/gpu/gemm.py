@@ -86,7 +86,7 @@ def make(case: Case, world: int, a: Tensor, b: Tensor, scales: tuple[Tensor, Ten
     ).listed(unused)  # fmt: skip
     modes = (scale_mode(scales and a_scale), scale_mode(scales and b_scale))
     launch = prepare_gemm(
-        args, grid(count, programs), tiles, [b], None, modes, torch.bfloat16, gathers, async_input=gathers
+        args, grid(count, programs), 1, tiles, [b], None, modes, torch.bfloat16, gathers, async_input=gathers
     )
     given = [given_at_launch(argument) for argument in args]
     return Made(lambda: launch(torch.cuda.current_stream().cuda_stream, given), out.view(case.m, case.n), words, count)

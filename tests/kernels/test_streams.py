@@ -26,6 +26,7 @@ import cuda_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import moves
 from asynctp_kernels.cuda.choose import wire
+from asynctp_kernels.cuda.gemm import gemm
 from asynctp_kernels.cuda.plans import decomposed
 from asynctp_kernels.cuda.plans import gather_transports as gathers
 from asynctp_kernels.cuda.plans import scatter as scatters
@@ -97,6 +98,7 @@ SESSIONS: dict[str, Session] = {
     "whole gather": Session(3, (move("gather"), move("gather", kept=True), move("gather", "direct"))),
     "whole gather of numbers": Session(3, (move("gather", numbers=40), move("gather", numbers=40, kept=True))),
     "fused scatter": Session(3, (scatter(),)),
+    "fused scatter, no room": Session(2, (scatter(rows=(32,), n=1024),), 1, registers=255),
     "fused scatter of 4": Session(4, (scatter(ks=(32, 16), bias=False),), chunks=1),
     "fused scatter, apart": Session(2, (scatter(ks=(32, 16), **ROWWISE), scatter(reduce_op="avg")), chunks=4),
     "fused scatter, wide": Session(2, (scatter(n=160), scatter(sum_dtype=FLOAT)), chunks=2),
@@ -565,6 +567,10 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "pushed beside flights that find no room": (
         "fused gather, no room",
         replaced(gathers, "leaves_room", lambda real: lambda gemm: True),
+    ),
+    "sums between the shares of a GEMM": (
+        "fused scatter, no room",
+        replaced(gemm, "leaves_room", lambda real: lambda gemm: True),
     ),
     "LANDED set once more": ("fused gather", scripted(gathers, "push_script", one_word_more)),
     "push without the tiles": ("fused scatter", scripted(scatters, "push_script", no(Wait, peer=False))),

@@ -129,7 +129,8 @@ def gemm_program(call: Call, program: int) -> Steps:
     widths = [call.arguments[f"n{i}"] for i in range(call.COUNT if call.GATHER else 1)]
     columns = [(i, col) for i, width in enumerate(widths) for col in range(0, width, call.BN)]
     count = call.outer * tiles_q * len(columns) * call.world
-    tiles = [_tile_of(call, tile, call.outer * tiles_q, len(columns)) for tile in range(program, count, call.PROGRAMS)]
+    mine = _share_of(program, count, call.SLOTS, call.PROGRAMS)
+    tiles = [_tile_of(call, tile, call.outer * tiles_q, len(columns)) for tile in mine]
     awaited, counter, made, due = -1, None, 0, 0  # made: tiles of this chunk; due: of the one before, to be counted
     for number, (step, peer, tile_m, tile_n, chunk) in enumerate(tiles):
         p, q = tile_m // tiles_q, tile_m % tiles_q * call.BM
@@ -153,6 +154,16 @@ def gemm_program(call: Call, program: int) -> Steps:
         counter.value += due
     if call.OWN and call.is_last() and call.CLEARS:
         at(call.arguments["words"], (MAX_WORLD,), torch.int32).zero_()
+
+
+def _share_of(program: int, count: int, slots: int, programs: int) -> range:
+    """The tiles of a program: of the waves that others have left, each share's take half, and the last one's all."""
+    share, left = program // slots, ceil(count / slots)
+    for _ in range(share):
+        left -= ceil(left / 2)
+    taken = ceil(count / slots) - left
+    end = taken + (left if share == programs // slots - 1 else ceil(left / 2))
+    return range(taken * slots + program % slots, min(end * slots, count), slots)
 
 
 def _tile_of(call: Call, tile: int, tiles_m: int, tiles_n: int) -> tuple[int, int, int, int, int]:

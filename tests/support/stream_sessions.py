@@ -8,11 +8,13 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose.tiles import Tiles
 from asynctp_kernels.cuda.gemm import gemm
+from asynctp_kernels.cuda.plans import fused
 from asynctp_kernels.cuda.plans.gather_call import GatherCall
 from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.cuda.runtime.memory import existing_memory
@@ -348,15 +350,16 @@ Spoil = Callable[[], contextlib.AbstractContextManager[Any]]  # changes the pack
 
 
 def play(session: Session, seed: int, spoil: Spoil = contextlib.nullcontext) -> None:
-    """All ranks' session, in an order that `seed` says.
+    """All ranks' session, in an order that `seed` says, of odd seeds beside other groups.
 
     Raises:
         Found: Something is wrong.
     """
     shared, ranks = Shared(), []
+    beside = mock.patch.object(fused, "others_beside", return_value=bool(seed % 2))
     for number in range(session.world):
         options = {"tiles": session.tiles, **dict(session.options)}
-        with rank_of(number, session.world, shared, session.chunks, **options) as rank, spoil():
+        with rank_of(number, session.world, shared, session.chunks, **options) as rank, beside, spoil():
             perform(session, rank)
             assert not (session.tiles.pingpong and gemm._gluon_faults), "another GEMM was played"
             ranks.append(rank)
