@@ -68,7 +68,7 @@ class Attempt:
         outcome = "The graph is as it was, and runs without asynctp"
         summary = internal.tell(error, doing, outcome, lambda: str(self._graph))
         report = report_of_failure(self._graph, self._config, self._phase, summary)
-        refuse(self.ballots or [], self.votes, self._config)
+        refuse(self.ballots or [], self.votes)
         plan: Plan | None = None
         with internal.contained("tell the other ranks"):
             plan = self._all_alone()

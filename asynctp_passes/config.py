@@ -32,8 +32,8 @@ __all__ = [
 
 Strict = Literal["off", "zero", "all"]
 Rematerialize = Literal["auto", "always", "never"]
-_SWITCHES = ("bucket", "store_scales", "deviate", "agree", "log", "trace")
-_NOT_DECISIVE = ("agree", "log", "trace", "report_file", "graph_dir")
+_SWITCHES = ("bucket", "store_scales", "deviate", "log", "trace")
+_NOT_DECISIVE = ("log", "trace", "report_file", "graph_dir")
 _STRICT_LEVELS = ("off", "zero", "all")
 _REMATERIALIZE_MODES = ("auto", "always", "never")
 _CPU_IMPLEMENTATIONS = ("reference", "interpreted")
@@ -58,6 +58,9 @@ RUNTIME_VARIABLES = {
 
 RENAMED = {"regather": "rematerialize", "coalesce": "bucket"}
 """Names that fields had in earlier versions, with those of now: programs and variables may still say them."""
+
+_AGREE = "agree"
+"""A field of earlier versions: `agree=False` is read as `deviate=False`."""
 
 
 class ConfigError(ValueError):
@@ -85,9 +88,7 @@ class Config:
             activation checkpointing has its say about a gather, that holds.
         deviate: Let ranks send something cheaper than the program's collectives do, where all of them can: fp8 in place
             of what is quantized afterwards, or one sum in place of several. Without it, ranks may compile whatever they
-            like, whenever they like.
-        agree: Ask the other ranks, when compiling, whether they do alike what changes what is sent; what one does not
-            do is left out on all. Without it all is done unasked: then every rank has to run the same program.
+            like, whenever they like. With it they ask one another when compiling: what one does not do, none does.
         log: Log an entry per collective (MISSED as warning, the others as info).
         trace: Emit each report as a structured-trace artifact, which tlparse shows.
         report_file: Append each report to this file as one line of JSON; None writes none.
@@ -110,7 +111,6 @@ class Config:
     store_scales: bool = True
     rematerialize: Rematerialize = "auto"
     deviate: bool = True
-    agree: bool = True
     log: bool = True
     trace: bool = True
     report_file: str | None = None
@@ -146,8 +146,8 @@ class Config:
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
-        """The names by which options are given: those of all fields, and their earlier ones."""
-        return (*cls.field_names(), *RENAMED)
+        """The names by which options are given: those of all fields, and earlier ones."""
+        return (*cls.field_names(), *RENAMED, _AGREE)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
@@ -184,7 +184,7 @@ class Config:
         return self.groups == "auto" or group in self.groups
 
     def decisive(self) -> dict[str, Any]:
-        """The values that influence generated code, by field: all but the report sinks and the check of the ranks."""
+        """The values that influence generated code, by field: all but the report sinks."""
         return {name: getattr(self, name) for name in self.field_names() if name not in _NOT_DECISIVE}
 
     def digest(self) -> str:
@@ -196,9 +196,15 @@ def _with_names_of_now(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Values of fields by the names that these have now; an earlier name warns.
 
     Raises:
-        ConfigError: A field is given by both names.
+        ConfigError: A field is given by both names, or `agree` is no bool.
     """
     found = dict(values)
+    agree = found.pop(_AGREE, True)
+    _require(isinstance(agree, bool), _AGREE, agree, "True or False")
+    if not agree:
+        found["deviate"] = False
+        now = "'agree=False', which is now 'deviate=False': no rank deviates without asking the others"
+        warnings.warn(f"asynctp: {where} is {now}", FutureWarning, stacklevel=3)
     for name in RENAMED.keys() & found.keys():
         now = RENAMED[name]
         _require(now not in found, name, found[name], f"left out, since {now!r} is given, which is its name now")
@@ -278,6 +284,9 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             if name == "agree_s":
                 agree_seconds(environ)
             continue
+        if name == _AGREE:
+            values[name] = _switch(key, text.strip())
+            continue
         known = (*Config.field_names(), *RUNTIME_VARIABLES)
         variables = [f"{_ENVIRONMENT_PREFIX}{one.upper()}" for one in known]
         limit = f"one of {', '.join(variables)}{did_you_mean(key, variables)}"
@@ -287,7 +296,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             Config(**{name: values[name]})
         except ConfigError as error:
             raise ConfigError(f"{error} (set by {key}={text!r})") from None
-    return values
+    return _with_names_of_now(values, "a variable")
 
 
 def _variable_of_now(key: str, environ: Mapping[str, str]) -> str:

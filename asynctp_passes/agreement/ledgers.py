@@ -7,7 +7,6 @@ Keys, in the store of the group, below `asynctp/<life>/<kind>/<hash of the colle
     <hash of text>/votes/<n>   how many ranks have the deviation in the nth graph
     <hash of text>/in/<n>/<rank>    there, if this rank has it in the nth graph
     <hash of text>/outcome     "accepted", or "refused" and why
-    asks/<n>/<rank>            "yes" or "no": whether this rank asks about the nth such graph, or deviates unasked
     <hash of text>/lacks/<rank>     how often this rank has compiled the function without it, after a graph with it
 
 A function goes by file, name and line, which all ranks share. One rank may compile it anew by itself, for another
@@ -63,7 +62,6 @@ class Ledger:
         posted: Deviations that the others know of.
         shown: Graphs that the others know of.
         late: Ranks that let a wait pass.
-        asked: How often this rank has told whether it asks, by key and function.
     """
 
     store: Any
@@ -83,7 +81,6 @@ class Ledger:
     posted: set[str] = field(default_factory=set)
     shown: set[str] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
-    asked: Counter[str] = field(default_factory=Counter)
 
     def key_of(self, ballot: Ballot) -> str:
         """The key of a ballot's graph in the store."""
@@ -134,21 +131,6 @@ class Ledger:
         self._write(self._graphs_at(kind_of(key), name), self.graphs[kind_of(key), name])
         if function is not None and function.resumes:
             self._write(self._resumed_at(function.resumes), self.resumed[function.resumes])
-
-    def asks(self, key: str, function: str, answer: str) -> list[int]:
-        """Tell whether this rank asks about a graph: "yes", "no", or "" for neither. The ranks that told otherwise.
-
-        A rank writes before it reads. So of two that tell otherwise, at least one finds it.
-        """
-        with lock:
-            number = self.asked[f"{key}/{function}"]
-            self.asked[f"{key}/{function}"] += 1
-        if not answer:
-            return []
-        at = f"{key}/{function}/asks/{number}"
-        self._write(at, [answer])
-        others = (rank for rank in self.ranks[:LOOKED_AT] if rank != self.rank)
-        return [rank for rank in others if self._read(at, rank) not in ([], [answer])]
 
     def difference(self, key: str, rank: int) -> str:
         """How another rank's graphs of the function that is compiled differ from this rank's; or nothing."""

@@ -235,9 +235,8 @@ def outcomes(polls: Sequence[Poll], until: float) -> Votes:
         return found
 
     def awaited() -> str:
-        return (
-            f"{ranks_named(waiting[0].missing())} to compile a graph with the same collectives; agree=False asks nobody"
-        )
+        missing = ranks_named(waiting[0].missing())
+        return f"{missing} to compile a graph with the same collectives; Config(deviate=False) waits for nobody"
 
     for passed in looks(limit, awaited, LONGEST_PAUSE_S * max(1, len(waiting[0].ledger.ranks) // 32)):
         for poll in list(waiting):

@@ -36,7 +36,6 @@ from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.planning.deviations import PLAIN, Words, communicated, is_for_any_graph
 from asynctp_passes.reporting.report import Report
-from asynctp_passes.waiting import ranks_named
 
 __all__ = ["Votes", "agreed_before", "refuse", "stands", "vote"]
 
@@ -52,8 +51,7 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
 
     Args:
         ballots: One for each group that communicates in the graph, with its deviations, or none.
-        config: With `agree=False` all is accepted, and nobody learns of it. With `deviate=False` all is refused;
-            the other ranks are told, and none is waited for.
+        config: With `deviate=False` all is refused; the other ranks are told, and none is waited for.
 
     Returns:
         The outcomes. With `torch._dynamo.config.suppress_errors` this rank refuses all, and where its GPUs cannot share
@@ -61,44 +59,20 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
 
     Raises:
         DisagreementError: All ranks have agreed on a deviation that this graph cannot do, and another rank may run a
-            graph with it. Or one rank asks, and another one deviates unasked.
+            graph with it.
     """
     votes: Votes = {(one.group, text): None for one in ballots for text in one.deviations}
-    _see_who_asks(ballots, config)
     if not config.deviate:
-        if config.agree:  # peers with other options need not wait for this rank
-            none = [replace(one, deviations=()) for one in ballots]
-            with _without_store_errors(none, {}, config):
-                post(none, config)
+        none = [replace(one, deviations=()) for one in ballots]
+        with _without_store_errors(none, {}, config):
+            post(none, config)  # peers with other options need not wait for this rank
         return dict.fromkeys(votes, REFUSES_ALL)
-    if config.agree:
-        ballots = [_without_refused(one, votes) for one in ballots]
-        with _without_store_errors(ballots, votes, config):
-            polls, until = post(ballots, config), deadline(ballots)
-            votes |= outcomes(polls, until)
-            in_later_graphs(polls, ballots, votes, config, until)
+    ballots = [_without_refused(one, votes) for one in ballots]
+    with _without_store_errors(ballots, votes, config):
+        polls, until = post(ballots, config), deadline(ballots)
+        votes |= outcomes(polls, until)
+        in_later_graphs(polls, ballots, votes, config, until)
     return votes
-
-
-def _see_who_asks(ballots: Iterable[Ballot], config: Config) -> None:
-    """See that no rank deviates unasked, with `agree=False`, where another one asks: unlike calls could meet."""
-    function = compat.compiled_function()
-    name = "" if function is None else function.name
-    for one in ballots:
-        unlike: list[int] = []
-        if (ledger := ledgers.of_group(one.group)) is not None:
-            unasked = "no" if config.deviate and one.deviations else ""
-            try:
-                unlike = ledger.asks(ledger.key_of(one), name, "yes" if config.agree else unasked)
-            except (RuntimeError, OSError) as error:
-                if not config.agree:  # else the vote finds and tells it
-                    log.warning("asynctp: with agree=False this rank could not see whether others ask: %s", error)
-        if unlike:
-            raise DisagreementError(
-                f"asynctp: agree={config.agree} on this rank, and agree={not config.agree} on "
-                f"{ranks_named(unlike)} of group {one.group!r}, which compiled {name or 'a graph'} too: unlike calls "
-                "could meet. Set agree, or ASYNCTP_AGREE, to the same value on all ranks"
-            )
 
 
 def _without_refused(ballot: Ballot, votes: Votes) -> Ballot:
@@ -125,7 +99,7 @@ def agreed_before(graph: fx.Graph, config: Config) -> frozenset[tuple[str, str]]
     do the same, though it need not, does it. So these are such that any graph with these collectives can do them: to
     keep a gather, and to leave a group's collectives to torch.
     """
-    if not config.agree or compat.compiled_function() is None:
+    if compat.compiled_function() is None:
         return frozenset()
     collectives = read_collectives(graph)
     words, found = Words(collectives), set[tuple[str, str]]()
@@ -177,9 +151,6 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool, anew: bool
         for one in ballots:
             (late if report.phase == "backward" and with_forward and not one.joint else early).append(one)
     votes: Votes = {(one.group, text): None for one in (*early, *late) for text in one.deviations}
-    _see_who_asks([*early, *late], config)
-    if not config.agree:
-        return []
     alone = [reason for group, text in votes if (reason := _refuses(group, text)) is not None]
     if anew and config.deviate:
         alone += _left_out([*early, *late], config)
@@ -211,26 +182,25 @@ def _wait_until_shown(ballots: Sequence[Ballot], until: float) -> None:
                 break
 
 
-def refuse(ballots: Iterable[Ballot], votes: Votes | None, config: Config) -> None:
+def refuse(ballots: Iterable[Ballot], votes: Votes | None) -> None:
     """Refuse, after the vote, to do what was put to it, since asynctp failed on the graph.
 
     Args:
         ballots: What was put to the vote.
         votes: The outcome; None where asynctp failed before it was known.
-        config: The configuration.
 
     Raises:
         DisagreementError: All ranks have agreed on something that this one cannot do, or may have.
     """
-    asked = [one for one in ballots if config.agree and ledgers.of_group(one.group) is not None]
+    asked = [one for one in ballots if ledgers.of_group(one.group) is not None]
     open_or_agreed = [
         text for one in asked for text in one.deviations if votes is None or votes[one.group, text] is None
     ]
     if open_or_agreed:
         raise DisagreementError(
             "asynctp: this rank runs the graph as it was, since asynctp failed on it, but all ranks have agreed to "
-            f"{'; '.join(open_or_agreed)}, and would wait for one another forever. Set agree=False or compile without "
-            "asynctp"
+            f"{'; '.join(open_or_agreed)}, and would wait for one another forever. Set deviate=False or compile "
+            "without asynctp"
         )
 
 

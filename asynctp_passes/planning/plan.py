@@ -168,8 +168,6 @@ class Plan:
 
         Not on GPUs: there unlike calls are found in symmetric memory, and the host waits for nobody.
         """
-        if not self.context.config.agree:
-            return []
         collectives = [one.collective for one in self.candidates]
         blind = {one.group_key for one in collectives if not on_wire(one)}
         joint: dict[str, list[str]] = {}

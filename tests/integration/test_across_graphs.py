@@ -24,7 +24,7 @@ import asynctp_passes
 from asynctp_passes import ExpectError, Remark, StrictError, backend
 
 Program = Callable[..., Any]
-OFF = {"strict": "off", "agree": False}
+OFF = {"strict": "off"}
 X, W, V = torch.ones(4, 16), torch.ones(16, 8), torch.ones(8, 16)
 
 
@@ -397,7 +397,7 @@ import asynctp_passes
 torch._inductor.config.fallback_by_default = True
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 program = lambda x: all_gather_tensor(x, 0, dist.group.WORLD) @ torch.ones(16, 8)
-torch.compile(program, backend="asynctp", options={"agree": False})(torch.ones(4, 16))
+torch.compile(program, backend="asynctp")(torch.ones(4, 16))
 dist.destroy_process_group()
 print("done")
 """
@@ -429,7 +429,7 @@ def rank(compiles):
     torch._inductor.config.fallback_by_default = True
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     if compiles:
-        torch.compile(program, backend="asynctp", options={"agree": False})(torch.ones(4, 16))
+        torch.compile(program, backend="asynctp")(torch.ones(4, 16))
     helper = multiprocessing.get_context("fork").Process(target=print, args=("helped",), kwargs={"flush": True})
     helper.start()
     helper.join()

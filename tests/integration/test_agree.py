@@ -214,10 +214,6 @@ def case_other_graphs(rank: int) -> list[Attempt]:
         return [attempt(quantized(group)), attempt(two_sums(group)), attempt(maxima(group))]
 
 
-def case_unasked(rank: int) -> list[Attempt]:
-    return [attempt(quantized(world_name(), factor=9.0), agree=False)] if rank == 0 else []
-
-
 CASES: dict[str, Callable[[int], list[Attempt]]] = {
     name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")
 }
@@ -313,12 +309,6 @@ def test_ranks_with_other_graphs_cost_one_wait_and_are_named(ranks: list[dict[st
     assert any("rank" in text and "ASYNCTP_AGREE_S" in text for text in first.said)
     assert [one.said for one in others] == [[], []], "once"
     assert all(one.deviations == [] and one.notes for one in (first, *others))
-
-
-@pytest.mark.ranks
-def test_unasked_all_is_done(ranks: list[dict[str, list[Attempt]]]) -> None:
-    (one,) = ranks[0]["unasked"]
-    assert len(one.deviations) == 1
 
 
 def test_torchs_own_collectives_go_between_any_gpus() -> None:

@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import all_gather_tensor
 import asynctp_passes
 from asynctp_passes import Config, ConfigError, ExpectError, StrictError
 
-OFF = Config(strict="off", agree=False)
+OFF = Config(strict="off")
 
 
 @pytest.fixture(autouse=True)
@@ -102,9 +102,9 @@ def test_twice_is_once() -> None:
 def test_our_own_backend_beside_it_keeps_its_configuration() -> None:
     """It expects two chains, which the process does not; its pass runs once."""
     asynctp_passes.enable(OFF)
-    assert fused_by(torch.compile(program, backend="asynctp", options={"expect": 1, "agree": False})) == 1
+    assert fused_by(torch.compile(program, backend="asynctp", options={"expect": 1})) == 1
     with pytest.raises(Exception) as raised:  # noqa: PT011 (Inductor wraps it)
-        fused_by(torch.compile(program, backend="asynctp", options={"expect": 2, "agree": False}))
+        fused_by(torch.compile(program, backend="asynctp", options={"expect": 2}))
     assert isinstance(getattr(raised.value, "inner_exception", raised.value), ExpectError)
 
 
@@ -168,8 +168,8 @@ def test_no_configuration() -> None:
 def test_a_graph_that_is_cached_is_drawn_all_the_same(tmp_path: Path) -> None:
     """A folder for pages is a part of the key: what was compiled without one is compiled again, once."""
     folder = tmp_path / "pages"
-    fused_by(torch.compile(program, backend="asynctp", options={"agree": False}))
-    drawn = {"agree": False, "graph_dir": str(folder)}
+    fused_by(torch.compile(program, backend="asynctp"))
+    drawn = {"graph_dir": str(folder)}
     for pages in (1, 1):
         assert fused_by(torch.compile(program, backend="asynctp", options=drawn)) == 1
         assert len([path for path in folder.glob("*.html") if path.name != "index.html"]) == pages
@@ -177,7 +177,7 @@ def test_a_graph_that_is_cached_is_drawn_all_the_same(tmp_path: Path) -> None:
 
 def test_a_chain_in_two_graphs_is_told_as_by_the_backend() -> None:
     """The whole backend works, and not its pass alone: `torch.compile` gives Inductor arguments of its own."""
-    asynctp_passes.enable(Config(strict="all", agree=False))
+    asynctp_passes.enable(Config(strict="all"))
 
     def breaks(x: Tensor, w: Tensor) -> Tensor:
         whole = all_gather_tensor(x, 0, dist.group.WORLD)

@@ -41,7 +41,7 @@ def tensor(sizes: list[Any]) -> Tensor:
 
 def remarks_of(program: Program) -> list[Remark]:
     start()
-    options = {"agree": False, "strict": "off", **QUICK, **program.options}
+    options = {"strict": "off", **QUICK, **program.options}
     call = torch.compile(program.call, backend="asynctp", options=options)
     with torch.no_grad():
         call(*map(tensor, program.tensors), dist.group.WORLD)

@@ -185,12 +185,12 @@ def test_a_wrong_rewrite_is_found_in_lockstep(name: str) -> None:
     spoil, ranks, program, fault = WRONG_REWRITES[name]
 
     def rewrite(rank: int, graph: Graph) -> Report:
-        done = run_pass(graph, agree=False)
+        done = run_pass(graph)
         if rank in ranks:
             spoil(graph)
         return done
 
-    assert check(program, lambda rank, graph: run_pass(graph, agree=False)) == RIGHT
+    assert check(program, lambda rank, graph: run_pass(graph)) == RIGHT
     assert check(program, rewrite).fault == fault
 
 
@@ -200,7 +200,7 @@ def test_unlike_transports_are_found_in_lockstep(ranks: tuple[int, ...]) -> None
 
     def rewrite(rank: int, graph: Graph) -> Report:
         with mock.patch.object(ops, "on_wire", return_value=rank in ranks):
-            return run_pass(graph, agree=False)
+            return run_pass(graph)
 
     fault = "unlike calls" if ranks == (0,) else ""
     assert check(ONE_GROUP, rewrite, OWN_TRANSPORT).fault == fault

@@ -20,7 +20,7 @@ from asynctp_passes import AsyncTPPass, Config, ConfigError, RematerializePass, 
 from asynctp_passes.backend import split_options
 from asynctp_passes.config import RUNTIME_VARIABLES, cpu_implementation
 
-SINKS = {"agree": False, "log": False, "trace": False, "report_file": "reports.jsonl", "graph_dir": "pages"}
+SINKS = {"log": False, "trace": False, "report_file": "reports.jsonl", "graph_dir": "pages"}
 OTHERS: dict[str, Any] = {
     "groups": "tp",
     "strict": "all",
@@ -54,7 +54,6 @@ BAD = [
     ("store_scales", 2, "True or False"),
     ("rematerialize", "some", "one of ('auto', 'always', 'never')"),
     ("rematerialize", False, "one of ('auto', 'always', 'never')"),
-    ("agree", "all", "True or False"),
     ("deviate", "never", "True or False"),
     ("log", 1, "True or False"),
     ("trace", "yes", "True or False"),
@@ -85,6 +84,7 @@ BAD_VARIABLES = [
     ("ASYNCTP_TRACE", "2", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
     ("ASYNCTP_REMATERIALIZE", "1", "one of ('auto', 'always', 'never')"),
     ("ASYNCTP_GROUPS", " , ", '"auto" or at least one group'),
+    ("ASYNCTP_AGREE", "never", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
     ("ASYNCTP_STRICTT", "all", "did you mean 'ASYNCTP_STRICT'?"),
 ]
 
@@ -101,7 +101,6 @@ GOOD_VARIABLES = [
     ("ASYNCTP_BUCKET", "0", "bucket", False),
     ("ASYNCTP_STORE_SCALES", "off", "store_scales", False),
     ("ASYNCTP_REMATERIALIZE", "always", "rematerialize", "always"),
-    ("ASYNCTP_AGREE", "false", "agree", False),
     ("ASYNCTP_DEVIATE", "0", "deviate", False),
     ("ASYNCTP_LOG", "OFF", "log", False),
     ("ASYNCTP_LOG", "1", "log", True),
@@ -197,6 +196,29 @@ def test_nothing_is_read_by_an_earlier_name(earlier: str, now: str, value: Any) 
     with pytest.raises(AttributeError, match=earlier):
         getattr(config, earlier)
     assert dataclasses.replace(config, strict="all") == Config(**{now: value}, strict="all")
+
+
+@pytest.mark.parametrize("options", [{"agree": False}, {"agree": False, "deviate": True}], ids=str)
+def test_no_rank_deviates_without_asking_the_others(options: dict[str, bool]) -> None:
+    """`agree=False` of version 0.2.0 is read as `deviate=False`, and told once; it reaches the keys of caches so."""
+    with pytest.warns(FutureWarning, match="'agree=False', which is now 'deviate=False'") as told:
+        made = [Config(**options), Config.from_options(options, {}), split_options(options)[0]]
+    assert made == [Config(deviate=False)] * 3
+    assert {one.digest() for one in made} == {Config(deviate=False).digest()}
+    assert len(told) == 3
+    assert told[0].filename == __file__
+    variables = {f"ASYNCTP_{name.upper()}": "1" if value else "0" for name, value in options.items()}
+    for environ in (variables, dict(reversed(variables.items()))):
+        with pytest.warns(FutureWarning, match="a variable is 'agree=False'") as told:
+            assert Config.from_options(environ=environ) == Config(deviate=False)
+        assert len(told) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_to_ask_the_others_is_no_option() -> None:
+    assert Config(agree=True) == Config.from_options({"agree": True}, {"ASYNCTP_AGREE": "1"}) == Config()  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="agree='all' is not valid; it must be True or False"):
+        Config.from_options({"agree": "all"}, {})
 
 
 @pytest.mark.parametrize(("earlier", "now"), [("RegatherPass", "RematerializePass"), ("Coalesced", "Bucketed")])

@@ -315,11 +315,11 @@ def test_what_was_agreed_cannot_be_left_out() -> None:
     text = "keep: all_gather 0"
     ballot = Ballot("group", "key", (text,))
     with mock.patch.object(ledgers, "of_group", return_value=object()):
-        vote.refuse([ballot], {("group", text): "rank 1 does not"}, Config())
+        vote.refuse([ballot], {("group", text): "rank 1 does not"})
         for votes in (None, {("group", text): None}):
             with pytest.raises(DisagreementError, match=text):
-                vote.refuse([ballot], votes, Config())
-    vote.refuse([ballot], None, Config())  # a group of which there is no store here: nobody was asked
+                vote.refuse([ballot], votes)
+    vote.refuse([ballot], None)  # a group of which there is no store here: nobody was asked
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -435,7 +435,7 @@ def decided_with(name: str, form: Callable[..., Graph], dtype: torch.dtype) -> l
 
 
 def decided(graph: Graph) -> list[str]:
-    report = asynctp_passes.run(graph, Config(strict="off", agree=False))
+    report = asynctp_passes.run(graph, Config(strict="off"))
     return [f"{remark.kind} {remark.outcome} {remark.code}" for remark in report.remarks]
 
 

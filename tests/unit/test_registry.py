@@ -219,7 +219,7 @@ def test_a_group_that_torch_does_not_know_is_missed_and_named(groups: dict[str, 
     with imagined_ranks(4):
         b = GraphBuilder()
         graph = b.returns(b.mm(gather(b, b.input("x", [4, 8])), b.input("w", [8, 16])))
-        (remark,) = run(graph, Config(strict="off", agree=False, log=False, trace=False)).remarks
+        (remark,) = run(graph, Config(strict="off", log=False, trace=False)).remarks
     if groups is None:
         assert remark.code == "ATP113"
         assert "'tp:0', which no process group here is called: register it with groups={'tp:0': ...}" in remark.message
@@ -235,7 +235,7 @@ def test_a_number_of_ranks_that_is_none_is_missed(ranks: int) -> None:
         b = GraphBuilder()
         whole = gather(b, b.input("x", [4, 8]), group="0", size=ranks)
         graph = b.returns(b.mm(whole, b.input("w", [8, 16])))
-        (remark,) = run(graph, Config(strict="off", agree=False, log=False, trace=False)).remarks
+        (remark,) = run(graph, Config(strict="off", log=False, trace=False)).remarks
     assert remark.code == "ATP108"
     assert f"[16, 8] is not {ranks} shards of [4, 8]" in remark.message
 
