@@ -35,8 +35,8 @@ def in_later_graphs(
             own = {with_provenance(text, config) for text in one.deviations}
             earlier = _done_before(ledger, one.group, ledger.key_of(one))
             lacked += [poll for poll in earlier if poll.key != ledger.key_of(one) or poll.text not in own]
-            kept = {poll.place for poll in earlier}.difference(poll.place for poll in lacked)
-            again += [poll for poll in polls if poll.place in kept and votes[poll.group, plain(poll.text)] is None]
+            kept = set(earlier).difference(lacked)
+            again += [poll for poll in polls if poll in kept and votes[poll.group, plain(poll.text)] is None]
     for poll in lacked:
         poll.say_lacked()
     moment = min(until, time.monotonic() + AGAIN_S)
@@ -58,11 +58,11 @@ def _withdraw_alone(polls: Sequence[Poll], again: Sequence[Poll], votes: Votes) 
     The next graph of the function has the same number on all ranks then.
     """
     done = [poll for poll in again if votes[poll.group, plain(poll.text)] is None]
-    alone = {poll.key: poll.ledger for poll in done if not poll.ledger.others_came(poll.key)}
+    alone = {(poll.ledger, poll.key) for poll in done if not poll.ledger.others_came(poll.key)}
     for poll in polls:
-        if poll.key in alone:
+        if (poll.ledger, poll.key) in alone:
             poll.withdraw()
-    for key, ledger in alone.items():
+    for ledger, key in alone:
         ledger.withdraw(key)
 
 
@@ -115,10 +115,9 @@ def _done_before(ledger: Ledger, group: str, key: str) -> list[Poll]:
     base = ledger.bases[name]
     for (other_kind, function), done in ledger.done.items() if base != name and number == 0 else ():
         if other_kind == kind and function != name and ledger.bases[function] == base:
-            graphs = len(ledger.graphs[kind, function])  # it has departed already, if this is its last graph's rest
             whole = [at for at, is_whole in done.items() if is_whole]
             polls = [Poll(ledger, group, other, function, number, text) for other, text in whole]
-            found += [poll for poll in polls if ledger.departed.get(poll.place) != graphs]
+            found += [poll for poll in polls if not poll.is_lacked()]  # it is, if this is its last graph's rest
     return found
 
 

@@ -39,7 +39,7 @@ lock = threading.Lock()
 """Held while ledgers are made or change: ranks may be threads of one process."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Ledger:
     """A record of this process's graphs and posts in the store of one process group.
 

@@ -115,6 +115,8 @@ class Poll:
 
     def refused_again(self, until: float) -> str | None:
         """Why this rank does not do in this graph what it did in an earlier one; None if it does."""
+        if self.is_lacked():
+            return f"the other ranks know that this one compiles {self.function} without it: {plain(self.text)}"
         other = ""
 
         def awaited() -> str:
@@ -141,8 +143,15 @@ class Poll:
     def say_lacked(self) -> None:
         """Say that this rank has compiled the function without it, once more."""
         self.ledger.lacked[self.place] += 1
-        self.ledger.departed[self.place] = len(self.ledger.graphs.get((kind_of(self.key), self.function), ()))
+        self.ledger.departed[self.place] = self._graphs()
         self.ledger.store.set(f"{self.place}/lacks/{self.ledger.rank}", str(self.ledger.lacked[self.place]))
+
+    def is_lacked(self) -> bool:
+        """This rank has said so of the last graph of the function: perhaps when that came from a cache."""
+        return self.ledger.departed.get(self.place) == self._graphs()
+
+    def _graphs(self) -> int:
+        return len(self.ledger.graphs.get((kind_of(self.key), self.function), ()))
 
     def not_lacking(self) -> list[int]:
         """The ranks that have not compiled the function without it as often as this one."""

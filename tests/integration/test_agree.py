@@ -614,6 +614,12 @@ class Two:
         with mock.patch.object(ledgers, "of_group", return_value=self.ledgers[rank]), named(name, **facts):
             polls.post(ballots, Config(**QUIET))
 
+    def lack(self, rank: int, name: str) -> None:
+        """Post that a rank compiles the function anew, without the deviation."""
+        self.post(rank, name, WITHOUT)
+        text = polls.with_provenance(SUM, Config(**QUIET))
+        Poll(self.ledgers[rank], "g", "asynctp/1/graph/fk", f"model.py:{name}:1", 0, text).say_lacked()
+
     def both_do(self, name: str) -> None:
         """Both ranks compile the function with the deviation."""
         self.post(1, name, WITH)
@@ -671,11 +677,18 @@ def test_recompiles_of_one_rank_shift_nothing(two: Two) -> None:
     two.both_do("one")
     assert two.vote(1, "one", WITH) == {("g", SUM): None}
     two.ledgers[1].lacked.clear()
-    two.post(1, "one", WITHOUT)
-    key = next(key for key in two.ledgers[1].last)
-    poll = Poll(two.ledgers[1], "g", key, "model.py:one:1", 0, polls.with_provenance(SUM, Config(**QUIET)))
-    poll.say_lacked()
+    two.lack(1, "one")
     assert two.vote(0, "one", WITHOUT) == {}
+
+
+@pytest.mark.parametrize("cached", [WITH, WITHOUT], ids=["with", "without"])
+def test_a_rank_that_told_it_does_without_does_not_change_its_mind(two: Two, cached: Ballot) -> None:
+    """Its graph from a cache was refused, and is compiled anew: the peers have heard of the one from the cache."""
+    two.both_do("one")
+    two.lack(1, "one")
+    two.vote(0, "one", cached)
+    two.ledgers[0].discount("asynctp/1/graph/fk")
+    assert "the other ranks know that this one compiles" in str(two.vote(0, "one", WITH)["g", SUM])
 
 
 def test_a_graph_that_one_rank_compiled_alone_has_no_number(two: Two) -> None:
