@@ -4,52 +4,94 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from asynctp_passes import compat
 from asynctp_passes.agreement import ledgers
 from asynctp_passes.agreement.ledgers import Ledger, keyed, kind_of
 from asynctp_passes.agreement.polls import ACCEPTED, REFUSED, Poll, Votes, disagreement, plain, with_provenance
-from asynctp_passes.agreement.waits import still
+from asynctp_passes.agreement.waits import deadline, looks, still
 from asynctp_passes.config import Config
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.waiting import ranks_named
 
-__all__ = ["in_later_graphs", "keep"]
+__all__ = ["Later", "keep"]
 
 AGAIN_S = 5.0
 """Seconds to wait for ranks that may not do in a later graph what was accepted for the function's first one."""
 
 
-def in_later_graphs(
-    polls: Sequence[Poll], ballots: Sequence[Ballot], votes: Votes, config: Config, until: float
-) -> None:
-    """See that all ranks do in later graphs of a function what was accepted for an earlier one, or that none does.
+@dataclass
+class Later:
+    """What all ranks do in earlier graphs of the functions that are compiled.
 
-    Others may still run that graph. So a rank that compiles the function without a deviation waits until every rank has
-    compiled it without. A rank that has it waits a moment for such ranks.
+    Attributes:
+        polls: All of the graphs that are compiled.
+        ballots: Theirs.
+        again: Those of `polls` that were accepted for an earlier graph: this rank does the same, if all can.
+        lacked: What was accepted for an earlier graph, and these do not have. Others may still run that graph. So this
+            rank waits until every rank has compiled the function without.
     """
-    again: list[Poll] = []
-    lacked: list[Poll] = []
-    for one in ballots:
-        if (ledger := ledgers.of_group(one.group)) is not None:
-            own = {with_provenance(text, config) for text in one.deviations}
-            earlier = _done_before(ledger, one.group, ledger.key_of(one))
-            lacked += [poll for poll in earlier if poll.key != ledger.key_of(one) or poll.text not in own]
-            kept = set(earlier).difference(lacked)
-            again += [poll for poll in polls if poll in kept and votes[poll.group, plain(poll.text)] is None]
-    for poll in lacked:
-        poll.say_lacked()
-    moment = min(until, time.monotonic() + AGAIN_S)
-    for poll in again:
-        votes[poll.group, plain(poll.text)] = poll.refused_again(moment)
-    if not lacked:
-        _withdraw_alone(polls, again, votes)
-    for poll in lacked:
-        _wait_for_others(poll, until)
-    for one in ballots:
-        if (ledger := ledgers.of_group(one.group)) is not None:
-            _in_another_function(ledger, one, polls, votes, until)
-    keep(polls, ballots, votes)
+
+    polls: Sequence[Poll]
+    ballots: Sequence[Ballot]
+    again: list[Poll]
+    lacked: list[Poll]
+
+    @classmethod
+    def told(cls, polls: Sequence[Poll], ballots: Sequence[Ballot], config: Config) -> Later:
+        """Tell the other ranks what these graphs lack: all is said before anything is waited for."""
+        again: list[Poll] = []
+        lacked: list[Poll] = []
+        for one in ballots:
+            if (ledger := ledgers.of_group(one.group)) is not None:
+                own = {with_provenance(text, config) for text in one.deviations}
+                earlier = _done_before(ledger, one.group, ledger.key_of(one))
+                missed = [poll for poll in earlier if poll.key != ledger.key_of(one) or poll.text not in own]
+                kept = set(earlier).difference(missed)
+                lacked += missed
+                again += [poll for poll in polls if poll in kept]
+        for poll in lacked:
+            poll.say_lacked()
+        return cls(polls, ballots, again, lacked)
+
+    @property
+    def new(self) -> list[Poll]:
+        """The polls whose outcomes are not known."""
+        return [poll for poll in self.polls if poll not in self.again]
+
+    def hear(self, votes: Votes) -> list[Poll]:
+        """Refuse what another rank has compiled without by now, and tell the others so; what is left to do again."""
+        left: list[Poll] = []
+        for poll in self.again:
+            at = poll.group, plain(poll.text)
+            votes[at] = votes[at] or poll.refused_again()
+            left += [poll] if votes[at] is None else []
+        return left
+
+    def settle(self, votes: Votes) -> None:
+        """See that all ranks do in these graphs what was accepted for an earlier one, or that none does.
+
+        Each wait has a bound of its own, as those of the other ranks have.
+        """
+        self._wait_to_hear(votes)
+        if not self.lacked:
+            _withdraw_alone(self.polls, self.hear(votes), votes)
+        until = deadline(self.ballots)
+        for poll in self.lacked:
+            _wait_for_others(poll, until)
+        until = deadline(self.ballots)
+        for one in self.ballots:
+            if (ledger := ledgers.of_group(one.group)) is not None:
+                _in_another_function(ledger, one, self.polls, votes, until)
+        keep(self.polls, self.ballots, votes)
+
+    def _wait_to_hear(self, votes: Votes) -> None:
+        """Wait a moment for ranks that may not do the same: they say so first of all."""
+        moment = min(AGAIN_S, deadline(self.ballots) - time.monotonic())
+        for _ in looks(moment, lambda: "ranks to compile what all agreed on before"):
+            if not any(poll.missing() for poll in self.hear(votes)):
+                break
 
 
 def _withdraw_alone(polls: Sequence[Poll], again: Sequence[Poll], votes: Votes) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,28 +113,16 @@ class Poll:
         at = f"{self.place}/outcome"
         return bool(self.ledger.store.check([at]) and self.ledger.store.get(at).decode() == ACCEPTED)
 
-    def refused_again(self, until: float) -> str | None:
-        """Why this rank does not do in this graph what it did in an earlier one; None if it does."""
+    def refused_again(self) -> str | None:
+        """Why this rank does not do in this graph what it did in an earlier one; None if it does, as far as known."""
         if self.is_lacked():
             return f"the other ranks know that this one compiles {self.function} without it: {plain(self.text)}"
-        other = ""
-
-        def awaited() -> str:
-            return f"{ranks_named(self.missing())} to compile what all agreed on before: {plain(self.text)}"
-
-        for _ in looks(until - time.monotonic(), awaited):
-            if (other := self._lacked_elsewhere()) or not self.missing():
-                break
-        if not other:
-            return None
-        self.say_lacked()
-        return f"{other}: {plain(self.text)}"
-
-    def _lacked_elsewhere(self) -> str:
-        """The reason of a rank that has compiled the function once more without it than this one; or nothing."""
         own = self.ledger.lacked[self.place]
-        ranks = [rank for rank in self.ledger.ranks[:LOOKED_AT] if self._lacks(rank) > own]
-        return f"rank {ranks[0]} compiled {self.function} anew without it" if ranks else ""
+        for rank in self.ledger.ranks[:LOOKED_AT]:
+            if self._lacks(rank) > own:
+                self.say_lacked()
+                return f"rank {rank} compiled {self.function} anew without it: {plain(self.text)}"
+        return None
 
     def _lacks(self, rank: int) -> int:
         at = f"{self.place}/lacks/{rank}"
@@ -232,8 +220,8 @@ def post(ballots: Iterable[Ballot], config: Config) -> list[Poll]:
     return polls
 
 
-def outcomes(polls: Sequence[Poll], until: float) -> Votes:
-    """Wait until all is decided, or until a time."""
+def outcomes(polls: Sequence[Poll], until: float, meanwhile: Callable[[], object] = lambda: None) -> Votes:
+    """Wait until all is decided, or until a time; `meanwhile` is called at each look."""
     found: Votes = {}
     limit, waiting = until - time.monotonic(), list(polls)
     for poll in polls:
@@ -248,6 +236,7 @@ def outcomes(polls: Sequence[Poll], until: float) -> Votes:
         return f"{missing} to compile a graph with the same collectives; Config(deviate=False) waits for nobody"
 
     for passed in looks(limit, awaited, LONGEST_PAUSE_S * max(1, len(waiting[0].ledger.ranks) // 32)):
+        meanwhile()
         for poll in list(waiting):
             outcome = poll.outcome() or poll.elsewhere()
             if outcome is not None:

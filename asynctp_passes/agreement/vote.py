@@ -15,7 +15,7 @@ from torch import fx
 
 from asynctp_passes import compat, ops
 from asynctp_passes.agreement import ledgers
-from asynctp_passes.agreement.later_graphs import in_later_graphs, keep
+from asynctp_passes.agreement.later_graphs import Later, keep
 from asynctp_passes.agreement.ledgers import keyed
 from asynctp_passes.agreement.polls import (
     REFUSED,
@@ -69,9 +69,9 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
         return dict.fromkeys(votes, REFUSES_ALL)
     ballots = [_without_refused(one, votes) for one in ballots]
     with _without_store_errors(ballots, votes, config):
-        polls, until = post(ballots, config), deadline(ballots)
-        votes |= outcomes(polls, until)
-        in_later_graphs(polls, ballots, votes, config, until)
+        later = Later.told(post(ballots, config), ballots, config)
+        votes |= outcomes(later.new, deadline(ballots), lambda: later.hear(votes))
+        later.settle(votes)
     return votes
 
 
@@ -159,11 +159,12 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool, anew: bool
     if any(ledger.has_backward(key) for ledger, key in keyed(late)):
         return ["its function was compiled before: ranks agree on this backward when it is compiled"]
     with _without_store_errors([*early, *late], votes, config):
-        first, then, until = post(early, config), post(late, config), deadline([*early, *late])
-        votes |= outcomes(first, until)
-        in_later_graphs(first, early, votes, config, until)
+        first, then, all_ballots = post(early, config), post(late, config), [*early, *late]
+        later = Later.told(first, early, config)
+        votes |= outcomes(later.new, deadline(all_ballots), lambda: later.hear(votes))
+        later.settle(votes)
         if then:
-            _wait_until_shown(early, until)
+            _wait_until_shown(early, deadline(all_ballots))
             found = {(one.group, plain(one.text)): one.outcome() for one in then}
             votes |= {at: reason_of(outcome or f"{REFUSED}it is not known yet") for at, outcome in found.items()}
             keep(then, late, votes)

@@ -758,6 +758,22 @@ def test_ranks_that_depart_together_do_without_it(two: Two, ballot: Ballot, monk
     assert "anew without it" in str(done["rank 1", SUM])
 
 
+@pytest.mark.parametrize("waiting", [{0}, {1}, {0, 1}], ids=str)
+def test_a_wait_in_another_group_delays_no_word(two: Two, waiting: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 lacks what both agreed on. Some ranks wait as long as they can for a silent one of another group."""
+    two.both_do("one")
+    monkeypatch.setenv("ASYNCTP_AGREE_S", "2")
+    known, asked = {}, []
+    for rank, mine in enumerate((WITHOUT, WITH)):
+        known |= {f"rank {rank}": two.ledgers[rank], f"pair {rank}": Ledger(dist.HashStore(), 0, (0, 1), "1")}
+        asked.append([Ballot(f"pair {rank}", "fp", ("sum: y",))] if rank in waiting else [])
+        asked[rank].append(dataclasses.replace(mine, group=f"rank {rank}"))
+    with mock.patch.object(ledgers, "of_group", known.get), named("one"), futures.ThreadPoolExecutor() as pool:
+        without, done = pool.map(lambda ballots: vote(ballots, Config(**QUIET)), asked, timeout=60)
+    assert ("pair 0", "sum: y") in without if 0 in waiting else without == {}
+    assert "rank 0 compiled model.py:one:1 anew without it" in str(done["rank 1", SUM])
+
+
 def test_a_peer_with_other_graphs_of_a_function_is_not_waited_for(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCTP_AGREE_S", PATIENT_S)
     two.post(1, "one", OTHER, breaks=True)
