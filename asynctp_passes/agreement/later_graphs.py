@@ -23,11 +23,12 @@ AGAIN_S = 5.0
 
 @dataclass
 class Later:
-    """What all ranks do in earlier graphs of the functions that are compiled.
+    """Deviations that all ranks do in earlier graphs of the functions that are compiled.
 
     Attributes:
         polls: All of the graphs that are compiled.
         ballots: Theirs.
+        config: The configuration that they are compiled with.
         again: Those of `polls` that were accepted for an earlier graph: this rank does the same, if all can.
         lacked: What was accepted for an earlier graph, and these do not have. Others may still run that graph. So this
             rank waits until every rank has compiled the function without.
@@ -35,6 +36,7 @@ class Later:
 
     polls: Sequence[Poll]
     ballots: Sequence[Ballot]
+    config: Config
     again: list[Poll]
     lacked: list[Poll]
 
@@ -53,7 +55,7 @@ class Later:
                 again += [poll for poll in polls if poll in kept]
         for poll in lacked:
             poll.say_lacked()
-        return cls(polls, ballots, again, lacked)
+        return cls(polls, ballots, config, again, lacked)
 
     @property
     def new(self) -> list[Poll]:
@@ -79,7 +81,11 @@ class Later:
             _withdraw_alone(self.polls, self.hear(votes), votes)
         until = deadline(self.ballots)
         for poll in self.lacked:
-            _wait_for_others(poll, until)
+            if self.config.deviate or poll.place not in poll.ledger.left:
+                _wait_for_others(poll, until)
+        if not self.config.deviate:
+            for poll in self.lacked:
+                poll.ledger.left.add(poll.place)
         until = deadline(self.ballots)
         for one in self.ballots:
             if (ledger := ledgers.of_group(one.group)) is not None:
@@ -135,6 +141,7 @@ def keep(polls: Sequence[Poll], ballots: Sequence[Ballot], votes: Votes) -> None
     function = compat.compiled_function()
     accepted = [poll for poll in polls if votes[poll.group, plain(poll.text)] is None]
     for poll in accepted:
+        poll.ledger.left.discard(poll.place)
         done = poll.ledger.done.setdefault((kind_of(poll.key), poll.function), {})
         done.setdefault((poll.key, poll.text), function is None or not function.breaks)
     for ledger, key in keyed(ballots):

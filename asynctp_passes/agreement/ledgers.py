@@ -57,6 +57,7 @@ class Ledger:
         done: Deviations that all ranks do, by the kind of the key and the function: each with its key, and whether the
             graph was of the whole function.
         departed: By place, how many graphs of the function there were when this rank compiled it without a deviation.
+        left: Places of deviations that all ranks have left: with `deviate=False` this one may compile alone then.
         lacked: How often this rank has compiled a function without a deviation after a graph with it, by place.
         sets: By key, the sets of deviations that were done in the graphs with these collectives, each once.
         posted: Deviations that the others know of.
@@ -75,6 +76,7 @@ class Ledger:
     bases: dict[str, str] = field(default_factory=dict)
     resumed: dict[str, list[str]] = field(default_factory=dict)
     done: dict[tuple[str, str], dict[tuple[str, str], bool]] = field(default_factory=dict)
+    left: set[str] = field(default_factory=set)
     lacked: Counter[str] = field(default_factory=Counter)
     departed: dict[str, int] = field(default_factory=dict)
     sets: dict[str, set[frozenset[str]]] = field(default_factory=dict)

@@ -51,7 +51,8 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
 
     Args:
         ballots: One for each group that communicates in the graph, with its deviations, or none.
-        config: With `deviate=False` all is refused; the other ranks are told, and none is waited for.
+        config: With `deviate=False` all is refused; the other ranks are told. None is waited for, unless all ranks do
+            in an earlier graph what this one lacks so.
 
     Returns:
         The outcomes. With `torch._dynamo.config.suppress_errors` this rank refuses all, and where its GPUs cannot share
@@ -63,10 +64,8 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
     """
     votes: Votes = {(one.group, text): None for one in ballots for text in one.deviations}
     if not config.deviate:
-        none = [replace(one, deviations=()) for one in ballots]
-        with _without_store_errors(none, {}, config):
-            post(none, config)  # peers with other options need not wait for this rank
-        return dict.fromkeys(votes, REFUSES_ALL)
+        votes = dict.fromkeys(votes, REFUSES_ALL)
+        ballots = [replace(one, deviations=()) for one in ballots]
     ballots = [_without_refused(one, votes) for one in ballots]
     with _without_store_errors(ballots, votes, config):
         later = Later.told(post(ballots, config), ballots, config)

@@ -605,9 +605,11 @@ class Two:
         store = dist.HashStore()
         self.ledgers = [Ledger(store, rank, (0, 1), "1") for rank in (0, 1)]
 
-    def vote(self, rank: int, name: str, *ballots: Ballot, **facts: Any) -> dict[tuple[str, str], str | None]:
+    def vote(
+        self, rank: int, name: str, *ballots: Ballot, deviate: bool = True, **facts: Any
+    ) -> dict[tuple[str, str], str | None]:
         with mock.patch.object(ledgers, "of_group", return_value=self.ledgers[rank]), named(name, **facts):
-            return vote(ballots, Config(**QUIET))
+            return vote(ballots, Config(**QUIET, deviate=deviate))
 
     def post(self, rank: int, name: str, *ballots: Ballot, **facts: Any) -> None:
         """Post without waiting, as a rank that votes at the same time."""
@@ -803,6 +805,18 @@ def test_a_rank_that_refuses_all_lets_no_peer_wait(two: Two, monkeypatch: pytest
     assert two.vote(0, "one", WITH) == {
         ("g", SUM): f"rank 1 of the group's 2 does not: {SUM}; rank 1 has Config(deviate=False)"
     }
+
+
+def test_a_rank_that_refuses_all_later_on_lacks_what_all_agreed_on(two: Two) -> None:
+    """Its peer may run the earlier graph. Once all have left it, the rank may compile what it likes."""
+    two.both_do("one")
+    with pytest.raises(DisagreementError, match="rank 1 did not compile it without that"):
+        two.vote(0, "one", WITH, deviate=False)
+    two.lack(1, "one")
+    two.ledgers[0].lacked.clear()
+    for _ in range(2):
+        assert two.vote(0, "one", WITH, deviate=False) == {("g", SUM): "Config(deviate=False)"}
+    assert "rank 0 compiled model.py:one:1 anew without it" in str(two.vote(1, "one", WITH)["g", SUM])
 
 
 def test_a_rank_is_told_which_options_of_a_peer_differ(two: Two) -> None:
