@@ -1,0 +1,16 @@
+"""Functions that dynamo is said to compile."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from asynctp_passes import compat
+
+__all__ = ["named"]
+
+
+def named(name: str, **facts: Any) -> Any:
+    """A graph is of this function, as Dynamo would have it."""
+    function = compat.CompiledFunction(f"model.py:{name}:1", **facts)
+    return mock.patch.object(compat, "compiled_function", return_value=function)
