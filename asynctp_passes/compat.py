@@ -1086,7 +1086,11 @@ def peers_of(name: str) -> Peers | None:
     rank, ranks = torch.distributed.get_rank(), tuple(torch.distributed.get_process_group_ranks(group))
     if len(ranks) == 1 or rank not in ranks or torch.distributed.get_backend(group) == "fake":
         return None
-    return Peers(rank, ranks, _c10d()._get_process_group_store(group), group, group_generation(name))
+    try:
+        life = group_generation(name)
+    except (RuntimeError, OSError):  # the store is gone: whoever uses it next is told so
+        life = f"unknown to {rank}"
+    return Peers(rank, ranks, _c10d()._get_process_group_store(group), group, life)
 
 
 # --- lives of process groups --------------------------------------------------------------------------

@@ -102,6 +102,8 @@ class Ledger:
 
     def discount(self, key: str) -> None:
         """Take back, once, the count of the last graph with these collectives: the next one has its number."""
+        if key not in self.last:  # the store failed before
+            return
         name, number = self.last[key]
         graphs = self.graphs[kind_of(key), name]
         if graphs.count(key) > number:

@@ -61,7 +61,8 @@ def meet(key: str, deviations: str, group_name: str) -> None:
 
     Returns at once where there are no other ranks to ask, as with the fake backend. All ranks of a meeting go on, or
     none: the first to know writes down that they met, or that it left. Where a rank has left, those that come later
-    wait for it in the next meeting. A rank that is interrupted while it waits leaves, too.
+    wait for it in the next meeting. A rank that is interrupted while it waits leaves, too. If the others have met
+    already, its next call comes to that meeting.
 
     Args:
         key: A hash of what the group communicates in the graph, and of the deviations.
@@ -69,7 +70,7 @@ def meet(key: str, deviations: str, group_name: str) -> None:
         group_name: The process group.
 
     Raises:
-        DisagreementError: A rank has not come within the timeout of the group. Nothing was sent.
+        DisagreementError: A rank has not come within the timeout of the group, or its store failed. Nothing was sent.
     """
     peers = compat.peers_of(group_name)
     if peers is None:
@@ -86,9 +87,17 @@ def meet(key: str, deviations: str, group_name: str) -> None:
             peers.store.set(f"{place}/{peers.rank}", "")
             came = _wait(peers, place, start, deviations, group_name)
             outcome = peers.store.compare_set(f"{place}/outcome", "", _MET if came else left).decode()
-        except BaseException:  # an interrupt, say: this rank sends nothing now
+        except BaseException as error:  # an interrupt, say: this rank sends nothing now
             with contextlib.suppress(Exception):  # the store may be gone
-                peers.store.compare_set(f"{place}/outcome", "", left)
+                if peers.store.compare_set(f"{place}/outcome", "", left).decode() == _MET:
+                    own.number -= 1
+            if isinstance(error, RuntimeError | OSError):
+                raise DisagreementError(
+                    f"asynctp: the store of group {group_name!r} failed, where ranks meet before a graph for which "
+                    f"all have agreed to {deviations}: {' '.join(str(error).split())[:200]}. The process that serves "
+                    "the store may have ended, often that of rank 0 or torchrun's. This rank has sent nothing. "
+                    "Remedy: restart all ranks; Config(deviate=False) meets nobody"
+                ) from error
             raise
         met = outcome == _MET
         if not (came or met):
@@ -99,10 +108,11 @@ def meet(key: str, deviations: str, group_name: str) -> None:
                 "has sent nothing. Remedy: Config(deviate=False) lets ranks differ; or let all run the same graphs, "
                 "with the same graph breaks"
             )
-    for number in range(own.posted, own.number - 1):  # all have come to this meeting, so that all have left those
-        peers.store.delete_key(f"{at}/{number}/{peers.rank}")
-        if peers.rank == peers.ranks[0]:
-            peers.store.delete_key(f"{at}/{number}/outcome")
+    with contextlib.suppress(RuntimeError, OSError):  # a store that is gone takes its keys along, and all have met
+        for number in range(own.posted, own.number - 1):  # all have come to this meeting, so that all have left those
+            peers.store.delete_key(f"{at}/{number}/{peers.rank}")
+            if peers.rank == peers.ranks[0]:
+                peers.store.delete_key(f"{at}/{number}/outcome")
     own.posted = own.number - 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 import time
@@ -207,6 +208,41 @@ def test_a_rank_that_is_interrupted_in_a_meeting_has_left_it(monkeypatch: pytest
     """Its post in the store must not let its peers go on: it sends nothing, and comes to the next meeting."""
     monkeypatch.setenv("ASYNCTP_AGREE_S", "120")
     assert run_ranks(2, interrupted, timeout_s=300) == [True, True]
+
+
+def met_when_interrupted(rank: int, world_size: int) -> list[bool]:
+    """Rank 0 is interrupted when all have come and know it. Then it calls the graph again, twice as rank 1 does."""
+    x, w = operands(rank)
+    function, right = with_options(two_sums), []
+
+    def interrupt(*given: Any, wait: Callable[..., bool] = meeting._wait) -> bool:
+        assert wait(*given)
+        dist.recv(torch.zeros(1), 1)
+        raise KeyboardInterrupt
+
+    def go_on(*given: Any, wait: Callable[..., bool] = meeting._wait) -> bool:
+        peers, place = given[:2]
+        came = wait(*given)
+        peers.store.compare_set(f"{place}/outcome", "", meeting._MET)
+        dist.send(torch.ones(1), 0)
+        return came
+
+    with torch.no_grad(), mock.patch.object(compat, "group_timeout_s", return_value=20.0):
+        function(x, w)
+        if rank == 0:
+            with mock.patch.object(meeting, "_wait", interrupt), pytest.raises(KeyboardInterrupt):
+                function(x, w)
+        for first in (rank == 1, False):
+            with mock.patch.object(meeting, "_wait", go_on) if first else contextlib.nullcontext():
+                right.append(torch.allclose(function(x, w)[0], two_sums(x, w)[0], atol=1e-4))
+    return right
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_interrupted_after_all_have_met_comes_to_that_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers have gone on, and wait for what it sends."""
+    monkeypatch.setenv("ASYNCTP_AGREE_S", "120")
+    assert run_ranks(2, met_when_interrupted, timeout_s=300) == [[True, True]] * 2
 
 
 def in_turn(rank: int, world_size: int) -> bool:
