@@ -28,8 +28,8 @@ __all__ = ["FORESEEN", "contained", "sources_digest", "summary_of", "tell", "ver
 
 log = logging.getLogger(__name__)
 
-FORESEEN = (AsyncTPError, ConfigError, RegistryError)
-"""Errors that say what the user can do; they are raised as they are."""
+FORESEEN = (AsyncTPError, ConfigError, RegistryError, MemoryError, torch.OutOfMemoryError)
+"""Errors that say what the user can do, and memory that is full; they are raised as they are."""
 
 _OWN = Path(__file__).parent.parent
 _lock = threading.Lock()

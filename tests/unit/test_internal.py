@@ -133,7 +133,7 @@ def test_an_interrupt_passes_and_leaves_the_graph(error: type[BaseException]) ->
     assert snapshot(graph) == before
 
 
-@pytest.mark.parametrize("error", [GroupError, ConfigError, StrictError])
+@pytest.mark.parametrize("error", [GroupError, ConfigError, StrictError, MemoryError, torch.OutOfMemoryError])
 def test_what_is_foreseen_is_raised_as_it_is(error: type[Exception]) -> None:
     graph = program()
     before = snapshot(graph)
