@@ -697,12 +697,14 @@ def lower_in_order(ops: Iterable[torch._ops.OpOverload]) -> bool:
 
     Returns:
         False where that cannot be had of all: without such a kernel, where torch lowers one in a way of its own, or
-        where the user has all ops called as they are.
+        where the user has all ops called as they are, torch's collectives too.
     """
+    if inductor_option("fallback_by_default", False):
+        return False
     called, kernel = list(ops), _ordered_kernel()
     if not called:
         return True
-    if kernel is None or inductor_option("fallback_by_default", False):
+    if kernel is None:
         return False
     lowered = [_lower_as(kernel, op) for op in called]
     return all(lowered)

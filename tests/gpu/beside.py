@@ -1,10 +1,11 @@
-"""Calls beside NCCL kernels of another group, as under FSDP, and by themselves: what shares of a GEMM are worth.
+"""Calls beside NCCL kernels of another group, as under FSDP, and without: a GEMM in one share and in several.
 
     torchrun --nproc_per_node=2 tests/gpu/beside.py [M] [part of a shape's name ...]        (8192 rows by default)
 
 Blocks of Llama 3 8B and 70B over two ranks, bf16. One JSON line for each shape and way to run it, from rank 0, all ways
-in turns: microseconds of a call by itself, and while all-gathers of 109 MiB a rank follow each other on another stream;
-and what such an all-gather takes meanwhile. "shares N": `fused` in at most N shares.
+in turns: microseconds of a call without anything beside it, and while all-gathers of 109 MiB a rank follow each other
+on another stream; and of such an all-gather, in the mean of all, also of those after the last call. "shares N": `fused`
+in at most N shares, though the group is the whole program.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def way(name: str) -> Iterator[None]:
 
 
 def calls(kind: str, a: Tensor, whole: Tensor, bs: list[Tensor]) -> dict[str, Callable[[], Any]]:
-    """What each way calls."""
+    """The function of each way."""
     ops, plain = torch.ops.asynctp, torch.ops._c10d_functional
     ranks, name = dist.get_world_size(), dist.group.WORLD.group_name
 
@@ -102,7 +103,11 @@ class Neighbour:
 
 
 def timed(function: Callable[[], Any], neighbour: Neighbour | None, gathers: int) -> tuple[float, float]:
-    """Microseconds of a call, and of an all-gather beside it; NaN where these ended too early."""
+    """Microseconds of a call, and of an all-gather beside it.
+
+    Raises:
+        RuntimeError: The all-gathers ended before the calls.
+    """
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
@@ -114,9 +119,10 @@ def timed(function: Callable[[], Any], neighbour: Neighbour | None, gathers: int
         function()
     last.record()
     last.synchronize()
-    lasted = around is None or not around[1].query()
+    if around is not None and around[1].query():
+        raise RuntimeError(f"{gathers} all-gathers ended before {CALLS} calls")
     torch.cuda.synchronize()
-    call = first.elapsed_time(last) * 1e3 / CALLS if lasted else float("nan")
+    call = first.elapsed_time(last) * 1e3 / CALLS
     return call, 0.0 if around is None else around[0].elapsed_time(around[1]) * 1e3 / gathers
 
 

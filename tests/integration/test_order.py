@@ -352,6 +352,8 @@ def test_what_communicates_runs_on_the_kernel_of_a_collective() -> None:
     assert compat.lower_in_order(ops)
     with torch._inductor.config.patch(fallback_by_default=True):
         assert not compat.lower_in_order(ops)
+        assert not compat.lower_in_order([]), "torch's collectives are plain calls then, which nothing keeps in order"
+    assert compat.lower_in_order([])
     assert not compat.lower_in_order({*ops, torch.ops.aten.add.Tensor})
 
 

@@ -236,7 +236,7 @@ SESSIONS: dict[str, Session] = {
     "two groups": Session(3, (gather(), scatter(group=1), bulk("gather", 1), gather("decomposed", group=1))),
     # kernels that wait for other ranks fill all SMs
     "two groups in flight, pulled": Session(
-        3, tuple(bulk("gather", 1, group=group, shape=(64, 64), kept=True) for group in range(2))
+        3, tuple(bulk("gather", 1, group=group, shape=(128, 64), kept=True) for group in range(2))
     ),
     "two groups in flight": Session(3, (bulk("gather", 1), bulk("gather", 1, group=1), bulk("scatter", 1))),
     "posts by copies": Session(

@@ -100,6 +100,13 @@ def test_many_differences_on_ranks(world: int) -> None:
     assert_right_on_ranks([mixed(seed, world) for seed in range(first, first + count)])
 
 
+@pytest.mark.ranks
+def test_a_rank_that_fuses_nothing_keeps_the_order() -> None:
+    """Without kernels of Inductor's, as here, its scheduler moves a gather, and on the other rank it does not."""
+    (verdict,) = judge_on_ranks([mixed(70007)], kernels=False)
+    assert not verdict, verdict
+
+
 def assert_right_on_ranks(programs: Sequence[Program]) -> None:
     """Fail with all faults; they are not made smaller, since that takes long."""
     faults, excused = [], []

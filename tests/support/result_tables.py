@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = tuple(ROOT / "docs" / "explanation" / name for name in ("how-it-works.md", "results.md"))
 RESULTS = ROOT / "docs" / "results"
 SHIPPED = ROOT / "kernels" / "asynctp_kernels" / "cuda" / "choose" / "measured.json"
+FEW_ROWS, BESIDE = "2026-11-28-h100x4", "2026-11-28-h200x4/beside.jsonl"
 FOUR, TWO, H100 = "2026-11-22-h200x4", "2026-11-25-h200x2", "2026-11-25-h100x2"
 DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp8-rowwise": "float8_e4m3fn"}
 KINDS = {"bf16": "bf16", "fp8": "fp8, tensorwise", "fp8-rowwise": "fp8, rowwise"}
@@ -168,6 +169,38 @@ def efficiencies(folder: str) -> str:
     return table(("M", *(f"{op} {KINDS[kind]}" for op, kind in columns)), lines)
 
 
+def few_rows() -> str:
+    """Gathers and scatters of few rows, of two runs: before and after a change."""
+    runs = [read(RESULTS / FEW_ROWS / f"few-rows{which}.json")["rows"] for which in ("-before", "")]
+    pairs = zip(*[sorted(run, key=lambda raw: (raw["op"], raw["m"], raw["n"], raw["k"])) for run in runs], strict=True)
+    lines = []
+    for before, raw in pairs:
+        assert before["key"] == raw["key"]
+        old, new = ({name: each["graph"] for name, each in run["timings"].items()} for run in (before, raw))
+        size = f"{raw['op']}, {raw['m']} × {raw['k']} × {raw['n']}"
+        times = [
+            f"{new['cublas']:.0f}",
+            f"{old['nccl']:.0f}, {new['nccl']:.0f}",
+            f"{old[AS_RUN]:.0f}",
+            f"{new[AS_RUN]:.0f}",
+        ]
+        lines.append([size, *times, f"{raw['bound'] / new[AS_RUN]:.2f}"])
+    head = ["M × K × N", "cuBLAS", "+ NCCL, two runs", "asynctp before", "asynctp", "efficiency"]
+    return table(head, lines)
+
+
+def beside() -> str:
+    """Calls by themselves, and beside NCCL kernels of another group."""
+    found: dict[str, dict[str, str]] = {}
+    for line in (RESULTS / BESIDE).read_text(encoding="utf-8").splitlines():
+        raw = json.loads(line)
+        size = f"{raw['op']} {raw['m']} × {raw['k']} × {' + '.join(map(str, raw['n']))}"
+        found.setdefault(size, {})[raw["way"]] = f"{raw['alone']:.0f} / {raw['beside']:.0f}"
+    ways = ["plain", "cuBLAS alone", "decomposed", *(f"shares {count}" for count in (1, 2, 3, 4))]
+    head = ["M × K × N", "plain", "cuBLAS", "`decomposed`", "`fused`, 1 share", "2", "3", "4"]
+    return table(head, [[size, *(times[way] for way in ways)] for size, times in found.items()])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "gathers on four GPUs": lambda: every_row(FOUR, "gather"),
@@ -180,6 +213,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "means on two H100s": lambda: means(H100),
     "efficiency on two H100s": lambda: efficiencies(H100),
     "slower on two H100s": lambda: slower(H100),
+    "few rows on four H100s": few_rows,
+    "beside other groups' kernels": beside,
 }
 _PLACE = re.compile(r"(<!-- table: (.*?) -->\n\n)(.*?)(\n<!-- end -->)", re.DOTALL)
 

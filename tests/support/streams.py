@@ -9,9 +9,9 @@ launching stream has done and what it does next, and behind the last launch of t
 Then all ranks' nodes run (`run`), one step of one thread at a time. Threads are streams, and programs of kernels
 (`cuda_emulated.PROGRAMS`); whose turn it is, is drawn. For a stretch of steps, short or long, some threads come before
 others, and whole streams and ranks with them, which so are far ahead or behind. Accesses take two steps: see `look` and
-`put`. Each SM has room for one program of the GEMM and a small one, or, where kernels have many registers, for one of
-any. Memory is handed out by stream, as by PyTorch's allocator: what is freed is poisoned and used again by the next
-that asks on that stream, whoever may still read it elsewhere.
+`put`. Each SM has room for one program of the GEMM and a small one, or for two small ones, or, where kernels have many
+registers, for one of any. Memory is handed out by stream, as by PyTorch's allocator: what is freed is poisoned and used
+again by the next that asks on that stream, whoever may still read it elsewhere.
 
 What is wrong is raised as `Found`: a wrong result, an access that meets another, a thread that waits for ever, words
 that are left over, a stream that waits for an event of another graph, or a graph that is not joined.
@@ -62,6 +62,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 SMS = 4  # so that a program has several tiles
+SMALL = 2  # programs that an SM has room for, if it has none of the GEMM; in fact there are four
 TILES = Tiles(8, 16, 16, warps=8, stages=3, group_m=2)
 PINGPONG = replace(TILES, warps=12, registers=128, split=2, pingpong=True)
 ALIGNMENT = 512  # of memory
@@ -225,7 +226,7 @@ class Rank(Machine):
         self.problems: list[str] = []
         self.waits: list[Callable[[], None]] = []
         self.areas: list[Area] = []
-        self.epoch, self.room = 0, {False: SMS, True: SMS}
+        self.epoch, self.sms = 0, [Processor() for _ in range(SMS)]
         self._last_recorded: dict[int, tuple[Work, list[Node]]] = {}
         self._numbers, self._shares, self._moves = itertools.count(201), Counter[str](), Counter[str]()
         for number in range(2):  # two groups of all ranks, which stand the other way round in the second
@@ -254,7 +255,7 @@ class Rank(Machine):
             if not name.startswith("push_"):  # of a direct kernel there always is room for all
                 # what leaves nothing beside itself takes the place of a GEMM, whatever it is
                 large = name == "gemm_kernel" or self.registers > BESIDE_REGISTERS
-                programs = [functools.partial(on_an_sm, self.room, large, each) for each in programs]
+                programs = [functools.partial(on_an_sm, self.sms, large, each) for each in programs]
             self.enqueue(entry.stream, name, *programs)
         elif isinstance(entry, Copied):
             self.enqueue(entry.stream, "copy", functools.partial(copied, entry))
@@ -401,12 +402,27 @@ class Rank(Machine):
         return False
 
 
-def on_an_sm(room: dict[bool, int], large: bool, program: Program) -> Steps:
-    """Every SM has room for a program of the GEMM and a small one, which stay until they are done."""
-    yield lambda: room[large] > 0
-    room[large] -= 1
+@dataclass
+class Processor:
+    """The programs on an SM: large ones, of the GEMM, and small ones."""
+
+    large: int = 0
+    small: int = 0
+
+    def has_room(self, large: bool) -> bool:
+        """Where a large one is, or is to be, there is room for one small one beside it."""
+        return self.large == 0 and self.small <= 1 if large else self.small < (1 if self.large else SMALL)
+
+
+def on_an_sm(sms: Sequence[Processor], large: bool, program: Program) -> Steps:
+    """A program stays on an SM until it is done; small ones come together where they can, so that SMs have no room for
+    a large one."""
+    kind = "large" if large else "small"
+    yield lambda: any(sm.has_room(large) for sm in sms)
+    place = max((sm for sm in sms if sm.has_room(large)), key=lambda sm: (sm.large == 0, sm.small))
+    setattr(place, kind, getattr(place, kind) + 1)
     yield from program()
-    room[large] += 1
+    setattr(place, kind, getattr(place, kind) - 1)
 
 
 def copied(entry: Copied) -> Steps:

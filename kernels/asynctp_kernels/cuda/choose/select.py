@@ -29,8 +29,8 @@ from asynctp_kernels.signals import IS_INTERPRETED
 WHOLE = "whole"
 IMPLEMENTATIONS = tuple(name for name in TRANSPORTS if name != WHOLE)
 VARIABLE = "ASYNCTP_CUDA_IMPLEMENTATION"
-#: See `fastest`. The second is where other groups' kernels run beside it: cuBLAS range by range takes 5 to 50 % more
-#: time there than "fused" in shares. Source: `docs/results/2026-11-28-h200x4/beside.txt`
+#: See `fastest`. The second is where other groups' kernels run beside it: cuBLAS range by range takes 2 to 54 % more
+#: time there than "fused" in shares. Source: `docs/results/2026-11-28-h200x4/beside.jsonl`
 DECOMPOSED_AHEAD, BESIDE_AHEAD = 0.01, 0.05
 TABLE_VARIABLE = "ASYNCTP_TUNING_TABLE"
 _SHIPPED = Path(__file__).with_name("measured.json")

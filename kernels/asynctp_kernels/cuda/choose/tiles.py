@@ -111,9 +111,10 @@ _SHARES_FROM = (2, 4, 16)
 def shares_for(count: int) -> int:
     """Into how many shares a GEMM of `count` waves is dealt out where other groups' kernels may run beside it.
 
-    A CTA that finds its SM taken by such a kernel starts when others end their share, not the whole GEMM: then it
-    would take up to twice the time. Each share costs the time that an SM takes to start. Source:
-    `docs/results/2026-11-28-h200x4/beside.txt`: alone 0 to 2 % more time, beside NCCL up to a third less.
+    A CTA that finds its SM taken by such a kernel starts when others end their share. With one share that is the end of
+    the GEMM, which may take up to twice the time so. Each share costs the time that an SM takes to start. Source:
+    `docs/results/2026-11-28-h200x4/beside.jsonl`: 0 to 2 % more time, and beside NCCL 10 to 28 % less. Only 6 waves and
+    more were measured.
     """
     return 1 + bisect.bisect_right(_SHARES_FROM, count)
 

@@ -66,9 +66,9 @@ def prepare_gemm(
     Args:
         args: Example arguments.
         programs: CTAs that run at once.
-        shares: Into how many the tiles are dealt out, each to so many CTAs (`gemm_kernels.share_of`). One where other
-            kernels of ours find no room beside this one: they would take SMs between two shares, and wait for the
-            second.
+        shares: Into how many the tiles are dealt out, each to so many CTAs (`gemm_kernels.share_of`). Lowered to one
+            where other kernels of ours find no room beside this one: they would take SMs between two shares, and wait
+            for the second.
         tiles: Block sizes.
         bs: All Bs (gather), or those of all pairs (scatter); of one memory order.
         bias: Of the first matmul; all have one, or none.

@@ -185,10 +185,11 @@ def tile_of(
 
 @triton.jit
 def share_of(program: tl.tensor, tiles: tl.tensor, SLOTS: tl.constexpr, PROGRAMS: tl.constexpr) -> tuple:
-    """(first tile, end) of a program, which takes every one of `SLOTS`.
+    """(first tile, end) of a program, which takes every `SLOTS`-th tile between them.
 
-    Programs of a share run at once, and the next share's as SMs become free: each takes half of the waves that are
-    left, the last one all. So a program that finds its SM taken by another kernel holds up no more than its share.
+    There is an SM for each program of a share, and the next share's start as SMs become free. Each share has half of
+    the waves that are left, the last one all. So a program that finds its SM taken by another kernel holds up its
+    share alone.
     """
     waves = tl.cdiv(tiles, SLOTS)
     share = program // SLOTS

@@ -117,8 +117,9 @@ driver: Driver = _picked()
 
 
 def others_beside(world: int) -> bool:
-    """Whether kernels of other groups may run beside those of a group of `world` ranks: the program has more ranks.
+    """Whether kernels of other groups may run beside those of a group of `world` ranks.
 
-    FSDP's gathers and a pipeline's receives hold SMs in the middle of a step.
+    Taken to be so where the program has more ranks: FSDP's gathers and a pipeline's receives hold SMs in the middle of
+    a step. Other groups of the same ranks are not seen.
     """
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > world
