@@ -1067,14 +1067,14 @@ class Peers:
     """The ranks of a process group, this one's among them (both in the default group's numbers), and their store.
 
     `group` is the group itself, and `life` tells groups apart that were made with the same store one after the other:
-    torchrun keeps one store for all of them.
+    torchrun keeps one store for all of them. It is None where the store has failed.
     """
 
     rank: int
     ranks: tuple[int, ...]
     store: Any
     group: Any = None
-    life: str = ""
+    life: str | None = ""
 
 
 def peers_of(name: str) -> Peers | None:
@@ -1091,7 +1091,7 @@ def peers_of(name: str) -> Peers | None:
     try:
         life = group_generation(name)
     except (RuntimeError, OSError):  # the store is gone: whoever uses it next is told so
-        life = f"unknown to {rank}"
+        life = None
     return Peers(rank, ranks, _c10d()._get_process_group_store(group), group, life)
 
 

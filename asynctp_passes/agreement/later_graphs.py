@@ -69,6 +69,8 @@ class Later:
             at = poll.group, plain(poll.text)
             votes[at] = votes[at] or poll.refused_again()
             left += [poll] if votes[at] is None else []
+            if votes[at] is not None and not poll.not_lacking():
+                poll.ledger.left.add(poll.place)
         return left
 
     def settle(self, votes: Votes) -> None:
@@ -83,9 +85,7 @@ class Later:
         for poll in self.lacked:
             if self.config.deviate or poll.place not in poll.ledger.left:
                 _wait_for_others(poll, until)
-        if not self.config.deviate:
-            for poll in self.lacked:
-                poll.ledger.left.add(poll.place)
+            poll.ledger.left.add(poll.place)
         until = deadline(self.ballots)
         for one in self.ballots:
             if (ledger := ledgers.of_group(one.group)) is not None:
@@ -153,20 +153,18 @@ def _done_before(ledger: Ledger, group: str, key: str) -> list[Poll]:
     """The deviations that all ranks do in earlier graphs of the function whose graph was counted last.
 
     Those of graphs with other collectives count in the first graph with these, which may have other graph breaks. So do
-    those of the whole function, where this is the rest of it after a break.
+    those of the whole function, where this is the rest of it after a break. Not so what all ranks have left since.
     """
     (name, number), kind = ledger.last[key], kind_of(key)
-    found = [
-        Poll(ledger, group, other, name, number, text)
-        for other, text in ledger.done.get((kind, name), {})
-        if other == key or number == 0
-    ]
+    polls = [Poll(ledger, group, other, name, number, text) for other, text in ledger.done.get((kind, name), {})]
+    found = [poll for poll in polls if poll.key == key or (number == 0 and poll.place not in ledger.left)]
     base = ledger.bases[name]
     for (other_kind, function), done in ledger.done.items() if base != name and number == 0 else ():
         if other_kind == kind and function != name and ledger.bases[function] == base:
             whole = [at for at, is_whole in done.items() if is_whole]
             polls = [Poll(ledger, group, other, function, number, text) for other, text in whole]
-            found += [poll for poll in polls if not poll.is_lacked()]  # it is, if this is its last graph's rest
+            # it is lacked, if this is its last graph's rest
+            found += [poll for poll in polls if not poll.is_lacked() and poll.place not in ledger.left]
     return found
 
 

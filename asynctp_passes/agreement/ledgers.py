@@ -57,7 +57,8 @@ class Ledger:
         done: Deviations that all ranks do, by the kind of the key and the function: each with its key, and whether the
             graph was of the whole function.
         departed: By place, how many graphs of the function there were when this rank compiled it without a deviation.
-        left: Places of deviations that all ranks have left: with `deviate=False` this one may compile alone then.
+        left: Places of deviations that all ranks have left, and not done again. With `deviate=False` this one may
+            compile alone then.
         lacked: How often this rank has compiled a function without a deviation after a graph with it, by place.
         sets: By key, the sets of deviations that were done in the graphs with these collectives, each once.
         posted: Deviations that the others know of.
@@ -194,8 +195,9 @@ def of_group(group: str) -> Ledger | None:
     peers = compat.peers_of(group)
     if peers is None:
         return None
-    with lock:
-        return _ledgers.setdefault(peers.group, Ledger(peers.store, peers.rank, peers.ranks, peers.life, peers.group))
+    ledger = Ledger(peers.store, peers.rank, peers.ranks, peers.life or f"unknown to {peers.rank}", peers.group)
+    with lock:  # where the store has failed, the next compile looks again
+        return ledger if peers.life is None else _ledgers.setdefault(peers.group, ledger)
 
 
 def kind_of(key: str) -> str:

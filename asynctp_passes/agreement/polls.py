@@ -129,10 +129,19 @@ class Poll:
         return int(self.ledger.store.get(at)) if self.ledger.store.check([at]) else 0
 
     def say_lacked(self) -> None:
-        """Say that this rank has compiled the function without it, once more."""
-        self.ledger.lacked[self.place] += 1
+        """Say that this rank has compiled the function without it, once more.
+
+        Not where the others have not followed what it said before: then they follow both at once.
+        """
+        own, others = self.ledger.lacked[self.place], [self._lacks(rank) for rank in self._peers]
+        if own <= min(others):
+            self.ledger.lacked[self.place] = max(own + 1, *others)
         self.ledger.departed[self.place] = self._graphs()
         self.ledger.store.set(f"{self.place}/lacks/{self.ledger.rank}", str(self.ledger.lacked[self.place]))
+
+    @property
+    def _peers(self) -> list[int]:
+        return [rank for rank in self.ledger.ranks if rank != self.ledger.rank]
 
     def is_lacked(self) -> bool:
         """This rank has said so of the last graph of the function: perhaps when that came from a cache."""

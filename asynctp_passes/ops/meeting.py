@@ -84,6 +84,8 @@ def meet(key: str, deviations: str, group_name: str) -> None:
         own.number += 1
         left = f"rank {peers.rank} left"
         try:
+            if peers.life is None:
+                raise RuntimeError("it does not say which of its groups this is")
             peers.store.set(f"{place}/{peers.rank}", "")
             came = _wait(peers, place, start, deviations, group_name)
             outcome = peers.store.compare_set(f"{place}/outcome", "", _MET if came else left).decode()

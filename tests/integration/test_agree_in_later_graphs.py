@@ -260,3 +260,25 @@ def test_without_deviations_nobody_is_asked(two: Two) -> None:
         votes = vote([WITH], Config(**QUIET, deviate=False))
     assert votes == {("g", SUM): "Config(deviate=False)"}
     assert not two.ledgers[0].posted
+
+
+def test_a_rank_that_lacks_it_twice_is_followed_once(two: Two) -> None:
+    """The first time it was interrupted, say, or ended with an error, and nobody has followed it yet."""
+    two.both_do("one")
+    for _ in range(2):
+        two.lack(0, "one")
+    two.lack(1, "one")
+    text = polls.with_provenance(SUM, Config(**QUIET))
+    ours, theirs = (Poll(ledger, "g", "asynctp/1/graph/fk", "model.py:one:1", 0, text) for ledger in two.ledgers)
+    assert ours.not_lacking() == theirs.not_lacking() == []
+    two.lack(0, "one")
+    assert ours.not_lacking() == [1], "this is of a later graph, which rank 1 has not compiled"
+
+
+def test_a_rank_catches_up_with_what_others_lacked_before(two: Two) -> None:
+    two.both_do("one")
+    text = polls.with_provenance(SUM, Config(**QUIET))
+    two.ledgers[0].lacked[Poll(two.ledgers[0], "g", "asynctp/1/graph/fk", "model.py:one:1", 0, text).place] = 4
+    two.lack(0, "one")
+    two.lack(1, "one")
+    assert two.ledgers[0].lacked == two.ledgers[1].lacked
