@@ -26,6 +26,7 @@ from asynctp_kernels.cuda.choose import tiles
 from asynctp_kernels.cuda.choose.tiles import pingpong, tiles_for
 from asynctp_kernels.cuda.gemm import gemm
 from asynctp_kernels.cuda.gemm.cublas import IN_BLOCKS
+from asynctp_kernels.cuda.plans import fused
 
 import asynctp_passes
 from asynctp_passes.ops.calls import signature
@@ -109,7 +110,10 @@ def test_pingpong_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     grids = launched.GRIDS
     for module, name in ((tiles, "pingpong_is_faster"), (gemm, "_give_up"), *((module, "grid") for module in grids)):
         monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(fused, "others_beside", fused.others_beside)
+    launched.in_shares()
     launched.pingpong_everywhere()
+    assert fused.others_beside(launched.PROGRAMS), "tiles are dealt out in shares, though the group is all ranks"
     assert [tiles_for(dtype, False, 64, 64, 132) for dtype in (cases.FP8, torch.bfloat16)] == [pingpong(1), pingpong(2)]
     assert [tiles_for(*call) for call in others] == before
     for module in grids:
