@@ -63,15 +63,16 @@ class Later:
         return [poll for poll in self.polls if poll not in self.again]
 
     def hear(self, votes: Votes) -> list[Poll]:
-        """Refuse what another rank has compiled without by now, and tell the others so; what is left to do again."""
-        left: list[Poll] = []
+        """Refuse what another rank has compiled without by now, and tell the others so. The polls to do again."""
+        still_done: list[Poll] = []
         for poll in self.again:
             at = poll.group, plain(poll.text)
             votes[at] = votes[at] or poll.refused_again()
-            left += [poll] if votes[at] is None else []
-            if votes[at] is not None and not poll.not_lacking():
+            if votes[at] is None:
+                still_done.append(poll)
+            elif not poll.not_lacking():
                 poll.ledger.left.add(poll.place)
-        return left
+        return still_done
 
     def settle(self, votes: Votes) -> None:
         """See that all ranks do in these graphs what was accepted for an earlier one, or that none does.

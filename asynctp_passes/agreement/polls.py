@@ -133,15 +133,12 @@ class Poll:
 
         Not where the others have not followed what it said before: then they follow both at once.
         """
-        own, others = self.ledger.lacked[self.place], [self._lacks(rank) for rank in self._peers]
+        own = self.ledger.lacked[self.place]
+        others = [self._lacks(rank) for rank in self.ledger.ranks if rank != self.ledger.rank]
         if own <= min(others):
             self.ledger.lacked[self.place] = max(own + 1, *others)
         self.ledger.departed[self.place] = self._graphs()
         self.ledger.store.set(f"{self.place}/lacks/{self.ledger.rank}", str(self.ledger.lacked[self.place]))
-
-    @property
-    def _peers(self) -> list[int]:
-        return [rank for rank in self.ledger.ranks if rank != self.ledger.rank]
 
     def is_lacked(self) -> bool:
         """This rank has said so of the last graph of the function: perhaps when that came from a cache."""

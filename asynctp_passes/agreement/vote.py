@@ -20,6 +20,7 @@ from asynctp_passes.agreement.ledgers import keyed
 from asynctp_passes.agreement.polls import (
     REFUSED,
     REFUSES_ALL,
+    Poll,
     Votes,
     done_elsewhere,
     outcomes,
@@ -68,10 +69,20 @@ def vote(ballots: Sequence[Ballot], config: Config) -> Votes:
         ballots = [replace(one, deviations=()) for one in ballots]
     ballots = [_without_refused(one, votes) for one in ballots]
     with _without_store_errors(ballots, votes, config):
-        later = Later.told(post(ballots, config), ballots, config)
-        votes |= outcomes(later.new, deadline(ballots), lambda: later.hear(votes))
-        later.settle(votes)
+        _decide(post(ballots, config), ballots, ballots, votes, config)
     return votes
+
+
+def _decide(
+    polls: Sequence[Poll], ballots: Sequence[Ballot], bounds: Sequence[Ballot], votes: Votes, config: Config
+) -> None:
+    """Say what graphs lack, wait for the outcomes of their polls, and write these into `votes`.
+
+    bounds: The wait ends for the most impatient group of these.
+    """
+    later = Later.told(polls, ballots, config)
+    votes |= outcomes(later.new, deadline(bounds), lambda: later.hear(votes))
+    later.settle(votes)
 
 
 def _without_refused(ballot: Ballot, votes: Votes) -> Ballot:
@@ -159,9 +170,7 @@ def stands(reports: Sequence[Report], config: Config, *, joint: bool, anew: bool
         return ["its function was compiled before: ranks agree on this backward when it is compiled"]
     with _without_store_errors([*early, *late], votes, config):
         first, then, all_ballots = post(early, config), post(late, config), [*early, *late]
-        later = Later.told(first, early, config)
-        votes |= outcomes(later.new, deadline(all_ballots), lambda: later.hear(votes))
-        later.settle(votes)
+        _decide(first, early, all_ballots, votes, config)
         if then:
             _wait_until_shown(early, deadline(all_ballots))
             found = {(one.group, plain(one.text)): one.outcome() for one in then}

@@ -22,7 +22,7 @@ _FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.05
 
 
 def deadline(ballots: Iterable[Ballot]) -> float:
-    """The time when a vote ends: peers may wait for this rank in a collective of any group of the graph."""
+    """The time when a wait of a vote ends: peers may wait for this rank in a collective of any group of the graph."""
     return time.monotonic() + min((ledger.patience for ledger, _ in keyed(ballots)), default=0.0)
 
 

@@ -9,9 +9,9 @@ launching stream has done and what it does next, and behind the last launch of t
 Then all ranks' nodes run (`run`), one step of one thread at a time. Threads are streams, and programs of kernels
 (`cuda_emulated.PROGRAMS`); whose turn it is, is drawn. For a stretch of steps, short or long, some threads come before
 others, and whole streams and ranks with them, which so are far ahead or behind. Accesses take two steps: see `look` and
-`put`. Each SM has room for one program of the GEMM and a small one, or for two small ones, or, where kernels have many
-registers, for one of any. Memory is handed out by stream, as by PyTorch's allocator: what is freed is poisoned and used
-again by the next that asks on that stream, whoever may still read it elsewhere.
+`put`. Each SM has room for one program of the GEMM and a small one, or for two small ones. Where kernels have many
+registers, it has room for one program only. Memory is handed out by stream, as by PyTorch's allocator. Freed memory is
+poisoned, and the next program that asks on that stream gets it, whoever may still read it elsewhere.
 
 What is wrong is raised as `Found`: a wrong result, an access that meets another, a thread that waits for ever, words
 that are left over, a stream that waits for an event of another graph, or a graph that is not joined.

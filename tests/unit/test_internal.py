@@ -319,7 +319,7 @@ def test_what_was_agreed_cannot_be_left_out() -> None:
         for votes in (None, {("group", text): None}):
             with pytest.raises(DisagreementError, match=text):
                 vote.refuse([ballot], votes)
-    vote.refuse([ballot], None)  # a group of which there is no store here: nobody was asked
+    vote.refuse([ballot], None)  # this group has no store here: nobody was asked
 
 
 @pytest.mark.parametrize("refused", [False, True])
