@@ -5,11 +5,11 @@
 The calls are `stressed`: bf16, and fp8 with scales that travel, of rows and of blocks, along the first dimension and
 another, one B and several, gathers, scatters and all-reduces, alone and beside a collective that copy engines have in
 flight. Operands are small integers and scales powers of two, so every result is exact and each is compared bit for bit,
-on the GPU, with what it must be; what is gathered or multiplied is written just before its call, over zeros. Every
-thousand calls all communication memory is filled with NaN while nothing is in flight, and what the allocator has to
-spare is given back, so that other memory comes to lie where recorded calls had theirs. Prints one JSON line: `prepared`
-are the different calls, each of which was made `least` times or more; `recorded` calls were launches of what an earlier
-one had enqueued.
+on the GPU, with what it must be; what is gathered or multiplied is written just before its call, over zeros. Half of
+the calls have copies of their scales, which lie elsewhere. Every thousand calls all communication memory is filled with
+NaN while nothing is in flight, and what the allocator has to spare is given back, so that other memory comes to lie
+where recorded calls had theirs. Prints one JSON line: `prepared` are the different calls, each of which was made
+`least` times or more; `recorded` calls were launches of what an earlier one had enqueued.
 """
 
 from __future__ import annotations
@@ -148,15 +148,16 @@ def prepare(case: Case, implementations: tuple[str, ...], group: dist.ProcessGro
     torch.manual_seed(zlib.crc32(case.name.encode()) * 8 + dist.get_rank())
     data = exact(draw(case), case)
     wanted = flat(expected(case, data))
-    kept = [a.clone() for a in data.a]
+    kept, draws = [a.clone() for a in data.a], random.Random(dist.get_rank())
 
     def by(implementation: str) -> Callable[[], Tensor]:
         def run() -> Tensor:
             for a, real in zip(data.a, kept, strict=True):
                 a.zero_()
                 a.copy_(real)
+            used = cases.elsewhere(data) if draws.random() < 0.5 else data
             with cuda.forced(implementation):
-                return flat(cases.call(case, data, group))
+                return flat(cases.call(case, used, group))
 
         return run
 

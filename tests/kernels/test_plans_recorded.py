@@ -22,6 +22,7 @@ from cuda_stubs import (
     expected_products,
     gather_call,
     machine,
+    room_for,
     scatter_call,
     tensor,
 )
@@ -209,24 +210,91 @@ def test_what_a_scatter_has_to_copy_first_is_recorded(implementation: str, how: 
 @RETURNED
 @pytest.mark.parametrize("implementation", ["fused", "decomposed", "direct"])
 def test_other_memory_is_enqueued_anew(implementation: str, kept: bool, recording: Machine) -> None:
-    """Whichever tensor of a call lies elsewhere, it is another call."""
+    """Whichever tensor of a call lies elsewhere, it is another call, but for scales, biases and numbers."""
     call = gather_call((256,), 64, (72, 136), **ROWWISE, travels=True, bias=True, full=True, kept=kept)
     plan = gather_plan(call, recording, implementation)
     recording.kernels.clear()
     first = plan.tensors((call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, None))
     calls = [first, first]
-    for name, tensors in first._asdict().items():
+    for name in ("shard", "bs", "outs", "full", "all_numbers"):
+        tensors = getattr(first, name)
         for i, one in enumerate(several(tensors)):
             moved = one.clone(memory_format=torch.preserve_format)
             lists = isinstance(tensors, Sequence) and not isinstance(tensors, Tensor)
             calls.append(first._replace(**{name: [*tensors[:i], moved, *tensors[i + 1 :]] if lists else moved}))
     whole = kept or implementation == "direct"
-    assert len(calls) == 2 + 12 + whole, "the gathered scales are not returned: only where they are needed, they are"
+    assert len(calls) == 2 + 6 + whole, "the gathered scales are not returned: only where they are needed, they are"
     for number, made in enumerate(calls):
         plan.tensors = lambda *args, made=made: made  # type: ignore[method-assign]
         plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
         assert len(recording.recordings) == (number > 0)
     assert len({made.addresses() for made in calls}) == len(calls) - 1
+
+
+def new_place(small: Tensor) -> Tensor:
+    """The same, where PyTorch's allocator might put it."""
+    room = room_for(small.untyped_storage().nbytes()).view(small.dtype)
+    return room.as_strided(small.shape, small.stride()).copy_(small)
+
+
+def elsewhere(plan: Any) -> None:
+    """Each call's small operands are where none was before; all else is where the first call had it."""
+    make, calls = plan.tensors, []
+
+    def tensors(*args: Any) -> Any:
+        call = make(*args)
+        calls.append(call.with_small([new_place(small) for small in call.small()]))
+        for name in ("shard", "a_parts", "added"):
+            first, now = (several(getattr(made, name, None)) for made in (calls[0], call))
+            for old, new in zip(first, now, strict=True):
+                bits(old).copy_(bits(new))
+        return calls[0].with_small(calls[-1].small())
+
+    plan.tensors = tensors
+
+
+def other_values(tensors: Sequence[Any]) -> list[Any]:
+    """Powers of two, each the same on all ranks: a call's scales and biases are its own."""
+    return [each if each is None else (each.float() * 2).to(each.dtype) for each in tensors]
+
+
+def of_small(cases: dict[str, dict[str, Any]], implementations: Iterator[Any]) -> list[Any]:
+    """Those that have any, by an implementation that records."""
+    return [
+        param for param in recorded_cases(implementations)
+        if {"bias", "scales", "along"} & set(cases[param.values[0]]) and "outer, several" not in param.values[0]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "implementation", "kept"), of_small(GATHERS, returned()))
+def test_scales_and_biases_elsewhere_are_no_other_gather(
+    case: str, implementation: str, kept: bool, recording: Machine
+) -> None:
+    """Its second call is recorded, with copies of these; then each launch reads them where they are."""
+    call = gather_call(**GATHERS[case], full=True, kept=kept)
+    plan = gather_plan(call, recording, implementation)
+    elsewhere(plan)
+    for number in range(4):
+        call = replace(call, b_scales=other_values(call.b_scales), biases=other_values(call.biases))
+        (*outs, gathered), full, a_scale = run_gather(call, recording, plan)
+        assert torch.equal(bits(gathered), bits(full))
+        for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
+            assert torch.equal(out.reshape(wanted.shape), wanted)
+        assert len(recording.recordings) == len(recording.memory.recordings) == (number > 0)
+    assert recording.memory.recordings.launched == 3
+
+
+@pytest.mark.parametrize(("case", "implementation"), of_small(SCATTERS, scatter_implementations()))
+def test_scales_and_biases_elsewhere_are_no_other_scatter(case: str, implementation: str, recording: Machine) -> None:
+    call = scatter_call(**SCATTERS[case])
+    plan = scatter_plan(call, recording, implementation)
+    elsewhere(plan)
+    for number in range(4):
+        call = replace(call, b_scales=other_values(call.b_scales), biases=other_values(call.biases))
+        out, wanted, _ = run_scatter(call, recording, plan)
+        assert torch.equal(out, wanted)
+        assert len(recording.recordings) == len(recording.memory.recordings) == (number > 0)
+    assert recording.memory.recordings.launched == 3
 
 
 def test_a_call_in_a_capture_is_enqueued(recording: Machine) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,9 @@ pytest.importorskip("triton")
 
 from asynctp_kernels.cuda.runtime import driver, recordings
 from asynctp_kernels.cuda.runtime.driver import CudaError
-from asynctp_kernels.cuda.runtime.recordings import Recordings
+from asynctp_kernels.cuda.runtime.recordings import Enqueue, Recording, Recordings, Work, on_places, rooms_for
+from cuda_stubs import room_for
+from torch import Tensor
 
 MAIN = 0
 KERNEL, COPY, SET, EVENT, WORDS = (0, 0), (1, 1), (2, 1), (6, 0), (12, 0)
@@ -28,9 +33,10 @@ class Recorder:
         self.events: list[str] = []
         self.fails, self.known = "", True
 
-    def record(self, enqueue: Callable[[int], None], cublas: bool, urgent: bool) -> Any:
+    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Recording:
         self._event("record")
-        return SimpleNamespace(number=self.events.count("record"), known=self.known)
+        graph: Any = SimpleNamespace(number=self.events.count("record"), known=self.known)
+        return on_places(enqueue, small, [room_for(size) for size in rooms_for(small)], lambda made: graph)
 
     def ready(self) -> Any:
         def show(graph: Any) -> None:
@@ -38,7 +44,7 @@ class Recorder:
 
         return SimpleNamespace(show=show, launch=lambda stream: self._event("launch"))
 
-    def enqueue(self, stream: int) -> None:
+    def enqueue(self, stream: int, small: Sequence[Tensor] = ()) -> None:
         self._event("enqueue")
 
     def _event(self, event: str) -> None:
@@ -60,8 +66,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def calls(kept: Recordings, here: Recorder, *keys: tuple[Any, ...], cublas: bool = False) -> list[str]:
     """What calls of these keys do."""
     here.events.clear()
-    for key in keys:
-        kept.run(MAIN, key, cublas, False, here.enqueue)
+    for plan, *addresses in keys:
+        kept.run(MAIN, Work(plan, tuple(addresses), here.enqueue, cublas), urgent=False)
     return here.events
 
 
@@ -162,12 +168,12 @@ def test_what_cannot_be_recorded_is_made_anew_and_it_is_said(
 
 
 def test_what_the_call_itself_raises_is_its_own_error(here: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "record", lambda enqueue, cublas, urgent: enqueue(1))
+    monkeypatch.setattr(here, "record", lambda enqueue, cublas, urgent, small: enqueue(1))
     kept = new()
     calls(kept, here, (0, 1))
     here.fails = "enqueue"
     with pytest.raises(CudaError, match="enqueue: no"):
-        kept.run(MAIN, (0, 1), False, False, here.enqueue)
+        kept.run(MAIN, Work(0, (1,), here.enqueue), urgent=False)
 
 
 def test_what_cannot_be_brought_up_to_date_is_not_recorded(here: Recorder) -> None:
@@ -441,3 +447,90 @@ def test_without_memory_for_an_executable_it_is_an_error_each_time(library: Call
     for _ in range(2):
         with pytest.raises(CudaError, match="cuGraphInstantiateWithFlags: code 2"):
             ready.show(graph)
+
+
+# --- small operands -------------------------------------------------------------------------------------------------
+def at(address: int, *sizes: int) -> Any:
+    """Like a tensor of fp32 that lies there, of bytes that nobody looks at."""
+    strides = [*itertools.accumulate([1, *sizes[:0:-1]], operator.mul)][::-1]
+    return SimpleNamespace(
+        data_ptr=lambda: address, shape=sizes, stride=lambda: tuple(strides), itemsize=4, dtype=torch.float32,
+        numel=lambda: math.prod(sizes),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch, here: Recorder) -> Recorder:
+    """A copy is one of the events."""
+    monkeypatch.setattr(driver, "copy", lambda to, source, size, stream: here.events.append(f"{size} B of {source}"))
+    return here
+
+
+def with_small(kept: Recordings, here: Recorder, *places: int, sizes: tuple[int, ...] = (8,)) -> list[str]:
+    """What calls do whose small operand is there."""
+    here.events.clear()
+    for place in places:
+        kept.run(MAIN, Work(0, (1,), here.enqueue, small=[at(place, *sizes)]), urgent=False)
+    return here.events
+
+
+def test_a_small_operand_that_stays_is_not_copied(copies: Recorder) -> None:
+    assert with_small(new(), copies, 512, 512, 512) == ["enqueue", "record", *["show 1", "launch"] * 2]
+
+
+def test_one_that_moves_is_copied_from_wherever_it_is(copies: Recorder) -> None:
+    """From the second call on, whatever its address; a call where nothing moved is another recording."""
+    kept = new()
+    assert with_small(kept, copies, 512, 1024, 2048, 512) == [
+        "enqueue", "record", "show 1", "32 B of 1024", "launch", "show 1", "32 B of 2048", "launch",
+        "show 1", "32 B of 512", "launch",
+    ]  # fmt: skip
+    assert len(kept) == 1
+    stays = new()
+    assert with_small(stays, copies, 512, 512)[-1] == "launch"
+    assert with_small(stays, copies, 1024, 2048, 512, 1024) == [
+        "enqueue", "record", "show 1", "32 B of 2048", "launch", "show 1", "launch", "show 1", "32 B of 1024", "launch",
+    ]  # fmt: skip
+
+
+def test_its_place_is_aligned_as_it_is(copies: Recorder) -> None:
+    """cuBLAS may choose by that, and so round differently."""
+    kept = new()
+    with_small(kept, copies, 512, 1024)
+    assert with_small(kept, copies, 1040) == ["enqueue"]
+    assert with_small(kept, copies, 2048 + 16)[0] == "record"
+    assert with_small(kept, copies, 4096 + 16)[-1] == "launch"
+    assert len(kept) == 2
+
+
+def test_what_lies_far_apart_is_not_copied(copies: Recorder) -> None:
+    """A column of a large matrix: all that lies between would be."""
+    kept = new()
+    column = at(512, 4, 1)
+    column.stride = lambda: (100, 1)
+    moved = at(1024, 4, 1)
+    moved.stride = column.stride
+    copies.events.clear()
+    for operand in (column, moved, column, moved, moved):
+        kept.run(MAIN, Work(0, (1,), copies.enqueue, small=[operand]), urgent=False)
+    assert copies.events == [*["enqueue"] * 4, "record", "show 1", "launch"]
+
+
+def test_places_hold_what_they_are_given() -> None:
+    """Of any strides and alignment, each its own."""
+    whole = torch.arange(1000.0)
+    for small in (whole[3:17], whole[5:29].view(4, 6).t(), whole[7:8].expand(9, 1), whole[:0], whole[40:80:2]):
+        (size,) = rooms_for([small])
+        room = room_for(size)
+        place = recordings.placed(small, room)
+        assert (place.shape, place.stride(), place.dtype) == (small.shape, small.stride(), small.dtype)
+        assert (place.data_ptr() - small.data_ptr()) % recordings.ALIGNMENT == 0 or not small.numel()
+        ctypes.memmove(place.data_ptr(), small.data_ptr(), recordings._span(small))
+        assert torch.equal(place, small)
+
+
+def test_work_of_one_kernel_is_recorded_late(here: Recorder) -> None:
+    kept, late = new(), recordings.OF_ONE_KERNEL
+    for _ in range(late + 1):
+        kept.run(MAIN, Work(0, (1,), here.enqueue, patience=late), urgent=False)
+    assert here.events == [*["enqueue"] * late, "record", "show 1", "launch"]

@@ -52,6 +52,7 @@ SEVERAL: dict[str, Any] = {"ns": (32, 16), "bias": True}
 BY_COPIES = (("peer_writes", False),)
 KEPT: dict[str, Any] = {"kept": True}  # by every rank: pulled
 FLOAT = torch.float32
+ROWS: dict[str, Any] = {"dtype": FP8, "scales": "row", "travels": True}
 FEW: dict[str, Any] = {"rows": (7,), "n": 5}  # of an all-reduce: in one shot (`shots`), and no multiple of anything
 SESSIONS: dict[str, Session] = {
     "fused gather": Session(3, (gather(), gather(**ROWWISE, travels=True))),
@@ -276,6 +277,27 @@ SESSIONS: dict[str, Session] = {
         tuple(op for n in (16, 48, 80) for op in (bulk("scatter", 1), scatter("decomposed", ks=(16,), n=n))),
         1,
         records=True,
+    ),
+    "recorded, biases elsewhere": Session(
+        2,
+        tuple(make(way, bias=True) for way in ("fused", "decomposed", "direct") for make in (gather, scatter)),
+        4,
+        records=True,
+        wanders=True,
+    ),
+    "recorded, scales elsewhere": Session(
+        2,
+        tuple(gather(way, **ROWS, **options) for way in ("fused", "decomposed") for options in ({}, KEPT)),
+        4,
+        records=True,
+        wanders=True,
+    ),
+    "recorded on two streams, biases elsewhere": Session(
+        2,
+        (gather(bias=True), scatter(stream=OTHER, bias=True), gather("decomposed", bias=True)),
+        4,
+        records=True,
+        wanders=True,
     ),
     "recorded on two streams": Session(2, (gather(), scatter(stream=OTHER)), 4, records=True),
     "captured gathers": Session(
@@ -523,7 +545,17 @@ def gemm_clears(real: Any) -> Any:
 
 def one_recording(real: Any) -> Any:
     """Of all calls of a plan, wherever their memory is."""
-    return lambda self, stream, key, *rest: real(self, stream, key[:1], *rest)
+    return lambda self, stream, work, *rest: real(self, stream, work._replace(addresses=()), *rest)
+
+
+def not_copied(real: Any) -> Any:
+    """Small operands, to their places."""
+
+    def recorded(self: Recordings, *args: Any) -> Any:
+        recording = real(self, *args)
+        return recording and recording._replace(places=())
+
+    return recorded
 
 
 def made_late(real: Any) -> Any:
@@ -597,6 +629,7 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "copies beside flights": ("recorded beside flights", after_flights("stream")),
     "sums beside flights": ("recorded flights", after_flights("reducer")),
     "source given back in flight": ("in flight", replaced(moves, "_waited", source_given_back)),
+    "biases stay elsewhere": ("recorded, biases elsewhere", replaced(Recordings, "_recorded", not_copied)),
     "a recording of other memory": ("recorded elsewhere", replaced(Recordings, "run", one_recording)),
 }
 

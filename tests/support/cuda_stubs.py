@@ -26,6 +26,7 @@ from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime import driver, memory, recordings, watch
 from asynctp_kernels.cuda.runtime.launch import Launch, Tma
 from asynctp_kernels.cuda.runtime.memory import MAX_OWN, MAX_WORLD, Area, GroupMemory
+from asynctp_kernels.cuda.runtime.recordings import ALIGNMENT, Enqueue, Recording, on_places, rooms_for
 from asynctp_kernels.errors import TIMEOUT_VARIABLE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -225,6 +226,7 @@ class Machine:
         gathered: what NCCL gathers: for each such tensor, that of each rank.
         scattered: what NCCL reduces: for this rank, the part of each rank.
         records: calls that come again are recorded. recordings: what was, each as its log. urgent: on which priority.
+        rooms: memory of small operands' places.
         dry: what is asked for is written down only.
     """
 
@@ -247,6 +249,7 @@ class Machine:
         self.records, self.dry = False, False
         self.recordings: list[list[Entry]] = []
         self.urgent: list[bool] = []
+        self.rooms: list[Tensor] = []
         self._events = 0
         self._streams = iter([COPY, REDUCE])
 
@@ -280,17 +283,23 @@ class Machine:
         self._events += 1
         return 1000 + self._events
 
-    def record(self, enqueue: Callable[[int], None], cublas: bool, urgent: bool) -> Graph:
+    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Recording:
         """What replaces a recorder."""
         self.urgent.append(urgent)
-        log, self.log, self.dry = self.log, [], True
-        try:
-            with Tape(self.log):
-                enqueue(GRAPH)
-            self.recordings.append(self.log)
-        finally:
-            self.log, self.dry = log, False
-        return Graph(self, self.recordings[-1])
+        rooms = [room_for(size) for size in rooms_for(small)]
+        self.rooms += rooms
+
+        def captured(made: Callable[[int], None]) -> Graph:
+            log, self.log, self.dry = self.log, [], True
+            try:
+                with Tape(self.log):
+                    made(GRAPH)
+                self.recordings.append(self.log)
+            finally:
+                self.log, self.dry = log, False
+            return Graph(self, self.recordings[-1])
+
+        return on_places(enqueue, small, rooms, captured)
 
     def do(self, entry: Entry) -> None:
         """Write down what is asked for, and do it, unless it is being recorded."""
@@ -442,6 +451,12 @@ def check_promises(launched: Launched) -> None:
             assert -(2**31) <= min(value, example) <= max(value, example) < 2**31, said
         else:
             assert value == example, f"{said} is compiled in"
+
+
+def room_for(size: int) -> Tensor:
+    """Memory for so many bytes, as PyTorch's allocator would give it."""
+    room = torch.zeros(size + ALIGNMENT, dtype=torch.uint8)
+    return room[-room.data_ptr() % ALIGNMENT :][:size]
 
 
 def matmul(

@@ -16,6 +16,7 @@ from asynctp_kernels.cuda.choose.tiles import Tiles
 from asynctp_kernels.cuda.gemm import gemm
 from asynctp_kernels.cuda.plans import fused
 from asynctp_kernels.cuda.plans.gather_call import GatherCall
+from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.cuda.runtime.memory import existing_memory
 from cuda_emulated import Steps, look, raw
@@ -181,12 +182,20 @@ def tensors(operands: Any) -> list[Tensor]:
     return [each for each in flat if isinstance(each, Tensor)]
 
 
+def small_operands(call: GatherCall | ScatterCall) -> list[Tensor]:
+    """Scales and biases."""
+    scales = [*call.b_scales, *([call.a_scale] if isinstance(call, GatherCall) else call.a_scales)]
+    return [each for each in (*scales, *call.biases) if each is not None]
+
+
 # --- one rank ----------------------------------------------------------------------------------------------------
 class Player:
     """One rank that makes calls."""
 
-    def __init__(self, rank: Rank) -> None:
-        self.rank, self.world = rank, rank.world
+    def __init__(self, rank: Rank, wanders: bool = False) -> None:
+        """wanders: Scales and biases stay until the same call is made again, which has its own elsewhere."""
+        self.rank, self.world, self.wanders = rank, rank.world, wanders
+        self.stay: dict[Op, list[Tensor]] = {}
         self.flying: list[tuple[int, Callable[[], None]]] = []
 
     def mine(self, each: Each) -> Op:
@@ -268,6 +277,8 @@ class Player:
         self.fill(op, operands, number)
         results, wait = self.start(op, operands)
         self.flying.append((number + op.waited[0], functools.partial(self._land, each, number, results, wait)))
+        if self.wanders:
+            self.stay[op] = small_operands(operands)
         del operands, results, wait
         self.land(number)
 
@@ -294,7 +305,7 @@ class Session:
     Attributes:
         ops: one after the other, `rounds` times.
         captured: then they are captured, and the graph is launched as often again.
-        records: the package may record calls.
+        records: the package may record calls. wanders: see `Player`.
         chunks, tiles, registers, options: of the GEMM, of the GEMM, of every kernel, of `machine`.
     """
 
@@ -303,6 +314,7 @@ class Session:
     rounds: int = 2
     captured: bool = False
     records: bool = False
+    wanders: bool = False
     chunks: int = 2
     tiles: Tiles = TILES
     registers: int = 40
@@ -311,7 +323,7 @@ class Session:
 
 def perform(session: Session, rank: Rank) -> None:
     """All of a session that one rank enqueues."""
-    player, ops = Player(rank), session.ops
+    player, ops = Player(rank, session.wanders), session.ops
     rank.records, rank.registers = session.records, session.registers
     count = session.rounds * len(ops)
     for number in range(count):
@@ -321,6 +333,7 @@ def perform(session: Session, rank: Rank) -> None:
         replay(session, player, count)
     found = [memory for group in rank.groups if (memory := existing_memory(group)) is not None]
     assert session.records == any(memory.recordings.launched for memory in found)
+    assert session.wanders == any(kept.places for memory in found for kept in memory.recordings._kept.values())
 
 
 def replay(session: Session, player: Player, number: int) -> None:

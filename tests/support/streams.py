@@ -37,10 +37,11 @@ import torch
 from asynctp_kernels.cuda import moves
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.tiles import Tiles
-from asynctp_kernels.cuda.plans import collectives, gather, gather_transports, scatter
+from asynctp_kernels.cuda.plans import collectives, direct, gather, gather_transports, scatter
 from asynctp_kernels.cuda.runtime import driver, memory
 from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS
 from asynctp_kernels.cuda.runtime.memory import Area, GroupMemory
+from asynctp_kernels.cuda.runtime.recordings import Enqueue, Recording, on_places, rooms_for
 from cuda_emulated import POISON, PROGRAMS, Call, Question, Raced, Steps, at, int32, look, put, raw, reached
 from cuda_stubs import (
     GRAPH,
@@ -280,17 +281,21 @@ class Rank(Machine):
                 self.problems.append("a stream waits for an event of another graph")
 
     # --- graphs
-    def record(self, enqueue: Callable[[int], None], cublas: bool, urgent: bool) -> Graph:
+    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Recording:
+        def captured(made: Callable[[int], None]) -> Any:
+            with self.captured(GRAPH) as work:
+                made(GRAPH)
+            graph: Any = Graph(self, self.log)
+            graph.work = work
+            return graph
+
         before = self.log, self.current_stream
         self.log, self.current_stream = [], GRAPH
         try:
-            with self.captured(GRAPH) as work:
-                enqueue(GRAPH)
-            graph: Any = Graph(self, self.log)
+            rooms = [self.room(size) for size in rooms_for(small)]
+            return on_places(enqueue, small, rooms, captured)
         finally:
             self.log, self.current_stream = before
-        graph.work = work
-        return graph  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def captured(self, stream: int) -> Iterator[Work]:
@@ -331,6 +336,10 @@ class Rank(Machine):
 
         self.enqueue(self.current_stream, "poison", steps)
         return tensor.view(dtype).as_strided(shape, strides)
+
+    def room(self, size: int) -> Tensor:
+        """Memory of a recorder's, for the place of a small operand."""
+        return torch.from_numpy(self.arena.take(self.current_stream, self.capturing, size=size))[:size]
 
     def new_tensors(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
         return lambda: self.empty(shape, dtype)
@@ -463,6 +472,8 @@ def rank_of(
             memory: {"_GRANULE": GRANULE},
             select: {"fused_tiles": lambda *_: tiles, "chunks_for": lambda *_: chunks},
             collectives: {"gather_into": here.gather_into},
+            collectives._WithoutMatmul: {"patience": 1},
+            direct: {"OF_ONE_KERNEL": 1},
             moves: {"register_wait": lambda result, wait: here.waits.append(wait)},
             Tensor: {"record_stream": lambda tensor, stream: here.record_stream(tensor, stream)},
         }

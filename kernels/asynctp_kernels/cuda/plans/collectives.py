@@ -34,6 +34,7 @@ from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.cuda.runtime.recordings import OF_ONE_KERNEL, Work
 from asynctp_kernels.cuda.runtime.script import Step
 
 NAME = "copy engine"
@@ -76,7 +77,8 @@ class BulkGather(GatherPlan):
         memory, stream = self.memory, driver.current_stream(self.device_index)
         call = self.with_kernel_layout(self.tensors((shard, None, (), (), (), None)))
         move = self.transport.move
-        done = memory.fly(stream, self.number, call.addresses(), lambda side: move(side, call), gathers=True)
+        work = Work(self.number, call.addresses(), lambda side: move(side, call))  # no numbers travel
+        done = memory.fly(stream, work, gathers=True)
         (result,) = self.results(call)
         return Bulk(result, call.shard, stream, done)
 
@@ -125,7 +127,8 @@ class BulkScatter(PushedScatter):
         whole = aligned(whole)
         out = self.new_output()
         addresses = (whole.data_ptr(), out.data_ptr())
-        done = memory.fly(stream, self.number, addresses, lambda side: self._move(side, whole, out), self.shares)
+        work = Work(self.number, addresses, lambda side: self._move(side, whole, out))
+        done = memory.fly(stream, work, self.shares)
         return Bulk(out, whole, stream, done)
 
     def _move(self, side: int, whole: Tensor, out: Tensor) -> None:
@@ -150,7 +153,7 @@ class PushedTotal(BulkScatter):
 class _WithoutMatmul(WholeScatter):
     """A plan of one kernel, for a tensor that is there instead of a matmul's result."""
 
-    cublas = False
+    cublas, patience = False, OF_ONE_KERNEL
 
     def reduce(self, whole: Tensor) -> Tensor:
         """Enqueue everything, and let the stream wait for it; `whole` stays as it is."""

@@ -29,13 +29,14 @@ from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherOperands, G
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.cuda.runtime.recordings import Work
 from asynctp_kernels.cuda.runtime.stamps import StampTable
 
 
 class GatherPlan:
     """One call, prepared. `run` gives the matmuls, then the gathered A if asked for, then the gathered `along`.
 
-    uses_memory: calls take their turn in the group's memory. cublas: `enqueue` calls cuBLAS.
+    uses_memory: calls take their turn in the group's memory. cublas, patience: see `Work`.
     has_full, has_numbers: the call makes memory for the gathered A, and numbers.
     waits_for_in_flight: it has to come after what is in flight, because its matmuls wait for kernels that then would
     find no room beside them. reads_landed: it reads words of chunks, which a gather in flight reads too, so it has to
@@ -45,6 +46,7 @@ class GatherPlan:
     name: str
     uses_memory = True
     cublas = True
+    patience = 1
     waits_for_in_flight = False
     reads_landed = False
     stamps: StampTable | None = None
@@ -117,13 +119,11 @@ class GatherPlan:
         if self.stamps is not None:
             self.stamps.begin(stream, self.memory.last)
 
-        def enqueue(at: int) -> None:
-            self.enqueue(at, self.with_kernel_layout(call))
+        def enqueue(at: int, small: Sequence[Tensor] | None = None) -> None:
+            self.enqueue(at, self.with_kernel_layout(call if small is None else call.with_small(small)))
 
-        self.memory.call(
-            *(stream, self.number, call.addresses(), self.cublas, enqueue),
-            *(self.waits_for_in_flight, self.reads_landed),
-        )
+        work = Work(self.number, call.addresses(), enqueue, self.cublas, call.small(), self.patience)
+        self.memory.call(stream, work, self.waits_for_in_flight, self.reads_landed)
 
     def multiply(self, call: GatherTensors, a: Tensor, a_scale: Tensor | None, places: Sequence[Tensor]) -> None:
         """`a` by every B, each into its place, on cuBLAS."""

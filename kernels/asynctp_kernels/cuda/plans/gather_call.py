@@ -199,7 +199,21 @@ class GatherTensors(NamedTuple):
     all_numbers: Tensor | None
 
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of all tensors."""
-        shard, a_scale, bs, b_scales, biases, numbers, outs, full, all_numbers = self
-        tensors = (shard, a_scale, numbers, full, all_numbers, *bs, *b_scales, *biases, *outs)
+        """Addresses of all tensors but the small operands."""
+        tensors = (self.shard, self.full, self.all_numbers, *self.bs, *self.outs)
         return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
+
+    def small(self) -> list[Tensor]:
+        """Scales, numbers that travel, biases."""
+        _, a_scale, _, b_scales, biases, numbers, _, _, _ = self
+        tensors = (a_scale, None if numbers is a_scale else numbers, *b_scales, *biases)
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def with_small(self, small: Sequence[Tensor]) -> GatherTensors:
+        """The same with other small operands."""
+        rest = iter(small)
+        a_scale = None if self.a_scale is None else next(rest)
+        numbers = a_scale if self.numbers is self.a_scale else None if self.numbers is None else next(rest)
+        b_scales = [next(rest) for _ in self.b_scales]
+        biases = [None if bias is None else next(rest) for bias in self.biases]
+        return self._replace(a_scale=a_scale, numbers=numbers, b_scales=b_scales, biases=biases)

@@ -38,6 +38,7 @@ from asynctp_kernels.cuda.plans.scatter_call import Operands, ScatterCall, Scatt
 from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS, BESIDE_WARPS, grid, prepare
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN, GroupMemory
+from asynctp_kernels.cuda.runtime.recordings import Work
 from asynctp_kernels.cuda.runtime.script import (
     DATA,
     PushMoves,
@@ -54,7 +55,7 @@ from asynctp_kernels.layout import ShardLayout
 class ScatterPlan:
     """One call, prepared. `run` gives this rank's shard.
 
-    uses_memory: calls take their turn in the group's memory. cublas: `enqueue` calls cuBLAS.
+    uses_memory: calls take their turn in the group's memory. cublas, patience: see `Work`.
     in_place: the result takes the place of the sum of the matmuls.
     staging_shape, extra_shape: of the sum of the matmuls, and of one apart.
     stamps: of the GEMM's tiles, if they are asked for.
@@ -63,6 +64,7 @@ class ScatterPlan:
     name: str
     uses_memory = True
     cublas = True
+    patience = 1
     in_place = False
     stamps: StampTable | None = None
     staging_shape: tuple[int, ...]
@@ -157,10 +159,11 @@ class ScatterPlan:
         if self.stamps is not None:
             self.stamps.begin(stream, self.memory.last)
 
-        def enqueue(at: int) -> None:
-            self.enqueue(at, self.with_kernel_layout(call))
+        def enqueue(at: int, small: Sequence[Tensor] | None = None) -> None:
+            self.enqueue(at, self.with_kernel_layout(call if small is None else call.with_small(small)))
 
-        self.memory.call(stream, self.number, call.addresses(), self.cublas, enqueue)
+        work = Work(self.number, call.addresses(), enqueue, self.cublas, call.small(), self.patience)
+        self.memory.call(stream, work)
 
 
 class PushedScatter(ScatterPlan):

@@ -60,7 +60,7 @@ from asynctp_kernels.cuda.choose.tiles import MAX_OWN as MAX_OWN
 from asynctp_kernels.cuda.choose.wire import Wire
 from asynctp_kernels.cuda.runtime.enroll import enroll
 from asynctp_kernels.cuda.runtime.machine import driver
-from asynctp_kernels.cuda.runtime.recordings import Enqueue, Recordings
+from asynctp_kernels.cuda.runtime.recordings import Recordings, Work
 from asynctp_kernels.cuda.runtime.script import Channel, Player, Step, compile_script
 from asynctp_kernels.cuda.runtime.watch import Calls, error_in, start_watch
 from asynctp_kernels.errors import SET_THE_BOUND, NotEnrolled, SymmetricMemoryError, given_timeout_s, timeout_s
@@ -282,24 +282,12 @@ class GroupMemory:
         """A number for a plan."""
         return next(_plan_numbers)
 
-    def call(
-        self,
-        stream: int,
-        plan: int,
-        addresses: tuple[int, ...],
-        cublas: bool,
-        enqueue: Enqueue,
-        land: bool = False,
-        land_gathers: bool = False,
-    ) -> None:
-        """Make a call of plan number `plan` that `stream` waits for.
+    def call(self, stream: int, work: Work, land: bool = False, land_gathers: bool = False) -> None:
+        """Make a call that `stream` waits for.
 
         Args:
             stream: Where it is made.
-            plan: See `new_plan`.
-            addresses: Of all its memory.
-            cublas: It calls that.
-            enqueue: Does its work on the stream that it is called with.
+            work: What it does.
             land: It has to come after what this group has in flight.
             land_gathers: It has to come after the gathers that this group has in flight.
         """
@@ -309,23 +297,23 @@ class GroupMemory:
                 self.land(stream)
             elif land_gathers:
                 self.land_gathers(stream)
-            self.run(stream, plan, addresses, cublas, enqueue)
+            self.run(stream, work)
             self.ended(stream)
 
-    def fly(self, stream: int, plan: int, addresses: tuple[int, ...], enqueue: Enqueue, gathers: bool = False) -> int:
+    def fly(self, stream: int, work: Work, gathers: bool = False) -> int:
         """Make a call on the copy stream that `stream` does not wait for; gives the event after which it is over."""
         with self.turn:
             self.begin(stream)
             self.fork(stream)
-            self.run(self.stream, plan, addresses, False, enqueue)
+            self.run(self.stream, work)
             return self.in_flight(stream, gathers)
 
-    def run(self, stream: int, plan: int, addresses: tuple[int, ...], cublas: bool, enqueue: Enqueue) -> None:
-        """Enqueue a call of plan number `plan`, or launch a recording of it (`recordings`); in a capture, enqueue."""
+    def run(self, stream: int, work: Work) -> None:
+        """Enqueue the work of a call, or launch a recording of it (`recordings`); in a capture, enqueue."""
         if self.capture:
-            enqueue(stream)
+            work.enqueue(stream)
         else:
-            self.recordings.run(stream, (plan, *addresses), cublas, stream == self.stream, enqueue)
+            self.recordings.run(stream, work, stream == self.stream)
 
     def event(self, rank: int, chunk: int) -> int:
         """The event about a chunk of `rank`'s rows: it has been pulled, or is ready to be pushed."""

@@ -6,6 +6,11 @@ addresses from PyTorch's allocator again and again. So the addresses of calls ar
 second time is recorded, and from then on launched. The first call, a call on new addresses, and one inside a capture of
 the program's enqueue as ever: the same work, in the same order, to the same bits.
 
+Small tensors get new addresses for much longer than large ones, or for ever: they share what a few segments of memory
+have room for with all that a program keeps for another step, be it a loss (docs/explanation/whole-steps.md). So where
+a call comes again whose *small operands*, scales and biases, are elsewhere, it is recorded with copies of these in
+their places. From then on each launch comes after copies of them to there, wherever they are.
+
 Recordings are kept on the host. On the GPU each plan has one executable graph, which some 100 KB of its memory go
 into, and which is brought up to date before each launch.
 
@@ -16,10 +21,10 @@ What makes a recording as sound as the call itself:
   are the plan's. A recording keeps no memory alive: it is launched only with tensors that are where it reads and
   writes, and its copies are told so (`driver.Graph`). Copies of many ranges, as of more than 4 blocks of rows, cannot
   be: calls with such are not recorded.
-- *Temporaries*, which cuBLAS and conversions take on the way, and copies of operands that lie as no kernel reads them,
-  come from a pool of this module's, which is never given back, as does cuBLAS's workspace for the recorder's stream;
-  where the allocator cannot promise that, nothing is recorded, which the log says (`driver.unrecordable`). Calls that
-  use them come one after the other on a device (`GroupMemory.turn`).
+- *Temporaries*, which cuBLAS and conversions take on the way, places of small operands, and copies of operands that lie
+  as no kernel reads them, come from a pool of this module's, which is never given back, as does cuBLAS's workspace for
+  the recorder's stream; where the allocator cannot promise that, nothing is recorded, which the log says
+  (`driver.unrecordable`). Calls that use them come one after the other on a device (`GroupMemory.turn`).
 - *Order.* In a recording the copy stream and the reducer are branches of the graph, not those streams. Both wait for
   what the group has in flight on the streams (`GroupMemory.behind_flights`), by an event that each launch looks up
   anew. All else that orders calls is outside of a recording.
@@ -36,11 +41,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from asynctp_kernels.compat import matmul_settings
 from asynctp_kernels.cuda.runtime import driver as gpu
@@ -55,7 +61,39 @@ MAX_READY = 512  # executable graphs of one group
 #: for each recording that is kept: addresses of calls that are remembered, and calls that are turned away for want of
 #: room until all are forgotten to make some
 SEEN, TURNED_AWAY = 2, 10
-Enqueue = Callable[[int], None]
+#: the patience with work that is one kernel: a launch of a recording of it saves 15 us, and to record it takes 350
+OF_ONE_KERNEL = 16
+#: A place of a small operand has its address modulo this, by which cuBLAS chooses; and its strides.
+ALIGNMENT = 256
+Enqueue = Callable[..., None]
+"""Does a call's work on the stream that it is called with; then come its small operands, where these are copies."""
+
+
+class Work(NamedTuple):
+    """The work of a call.
+
+    Attributes:
+        plan: Its number.
+        addresses: Of all its memory but the small operands.
+        enqueue: Does it. Calls of the same plan, addresses and small operands do the same.
+        cublas: It calls that, which the program's settings change.
+        small: Operands that may be anywhere, of the same shapes and strides in each call of the plan.
+        patience: How often it is enqueued before it is recorded.
+    """
+
+    plan: int
+    addresses: tuple[int, ...]
+    enqueue: Enqueue
+    cublas: bool = False
+    small: Sequence[Tensor] = ()
+    patience: int = 1
+
+
+class Recording(NamedTuple):
+    """graph: of the call. places: (address, bytes) of each small operand, if they are copied before each launch."""
+
+    graph: gpu.Graph
+    places: Sequence[tuple[int, int]]
 
 
 class Recordings:
@@ -70,33 +108,33 @@ class Recordings:
     def __init__(self, device: torch.device) -> None:
         self.device, self.most, self.under_way = device, 0 if driver.IN_ORDER else _most(), False
         self.launched = 0
-        self._graphs: dict[tuple[Any, ...], gpu.Graph] = {}
+        #: by the call, and where its small operands are; or, of one that copies them, how these are aligned
+        self._kept: dict[tuple[tuple[Any, ...], tuple[int, ...]], Recording] = {}
         self._ready: dict[Any, gpu.Executable] = {}
-        self._seen: set[tuple[Any, ...]] = set()
+        #: how often a call has been enqueued, and where its small operands were last
+        self._seen: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
         self._refused: set[Any] = set()
         self._turned_away, self._told = 0, False
 
-    def run(self, stream: int, key: tuple[Any, ...], cublas: bool, urgent: bool, enqueue: Enqueue) -> None:
-        """Do what `enqueue(stream)` does, which is the same for calls of the same key.
-
-        Args:
-            stream: Where.
-            key: The plan's number, then addresses.
-            cublas: It calls that, which the program's settings change.
-            urgent: The stream is one of high priority.
-            enqueue: Called with that stream, or with another one to record.
-        """
-        if not self.most or key[0] in self._refused:
-            enqueue(stream)
+    def run(self, stream: int, work: Work, urgent: bool) -> None:
+        """Do the work on a stream. urgent: it is one of high priority."""
+        if not self.most or work.plan in self._refused:
+            work.enqueue(stream)
             return
-        if cublas:
-            key = (*key, matmul_settings())
-        graph = self._graphs.get(key)
-        ready = self._recorded(key, cublas, urgent, enqueue) if graph is None else self._shown(key[0], graph)
-        if ready is None:
-            enqueue(stream)
+        key = (work.plan, *work.addresses, *(matmul_settings() if work.cublas else ()))
+        at = tuple([operand.data_ptr() for operand in work.small])
+        found = self._kept.get((key, at))
+        if found is None and at:
+            found = self._kept.get((key, _alignments(at)))
+        if found is None:
+            found = self._recorded(key, at, work, urgent)
+        ready = None if found is None else self._shown(work.plan, found.graph)
+        if found is None or ready is None:
+            work.enqueue(stream)
             return
         self.launched += 1
+        for (place, size), address in zip(found.places, at, strict=False):  # no places, if operands are where they were
+            gpu.copy(place, address, size, stream)
         ready.launch(stream)
 
     def _shown(self, plan: Any, graph: gpu.Graph) -> gpu.Executable | None:
@@ -112,37 +150,39 @@ class Recordings:
         self._ready[plan] = ready  # the last one is the last used
         return ready
 
-    def _recorded(self, key: tuple[Any, ...], cublas: bool, urgent: bool, enqueue: Enqueue) -> gpu.Executable | None:
-        """Record a call that comes again. None: enqueue."""
-        if key not in self._seen:
+    def _recorded(self, key: tuple[Any, ...], at: tuple[int, ...], work: Work, urgent: bool) -> Recording | None:
+        """Record a call that comes again, with copies of its small operands if these have moved. None: enqueue."""
+        times, last = self._seen.get(key, (0, at))
+        if times < work.patience or (last != at and not all(map(_in_one_piece, work.small))):
             if len(self._seen) >= SEEN * self.most:
                 self._seen.clear()
-            self._seen.add(key)
+            self._seen[key] = times + 1, at
             return None
         if (setting := gpu.unrecordable()) is not None:
             _say_unrecordable(setting)
             return None
         if not self._room():
             return None
+        moved = work.small if last != at else ()
         self.under_way = True
         try:
-            graph = recorder(self.device).record(enqueue, cublas, urgent)
+            recording = recorder(self.device).record(work.enqueue, work.cublas, urgent, moved)
         except Exception as error:
-            self._refuse(key[0], error)
+            self._refuse(work.plan, error)
             return None
         finally:
             self.under_way = False
-        self._seen.discard(key)
-        if not graph.known:
-            self._refused.add(key[0])
+        self._seen.pop(key, None)
+        if not recording.graph.known:
+            self._refused.add(work.plan)
             log.info("calls of one shape are made anew each time: a graph of them could not be brought up to date")
             return None
-        self._graphs[key] = graph
-        return self._shown(key[0], graph)
+        self._kept[key, _alignments(at) if moved else at] = recording
+        return recording
 
     def _room(self) -> bool:
         """Whether one more can be kept; who is turned away often enough gets room by all others' being forgotten."""
-        if len(self._graphs) < self.most:
+        if len(self._kept) < self.most:
             return True
         self._turned_away += 1
         if self._turned_away < TURNED_AWAY * self.most:
@@ -158,14 +198,42 @@ class Recordings:
 
     def clear(self) -> None:
         """Forget all, since what they refer to has gone, or to make room."""
-        self._graphs.clear()
+        self._kept.clear()
         self._ready.clear()
         self._seen.clear()
         self._refused.clear()
         self._turned_away = 0
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return len(self._kept)
+
+
+def _alignments(addresses: Sequence[int]) -> tuple[int, ...]:
+    """None of these is an address."""
+    return tuple([address % ALIGNMENT for address in addresses])
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.itemsize * (1 + sum(steps)) if tensor.numel() else 0
+
+
+def _in_one_piece(tensor: Tensor) -> bool:
+    """There is not much else between its elements."""
+    return _span(tensor) <= 2 * tensor.numel() * tensor.itemsize
+
+
+def rooms_for(small: Sequence[Tensor]) -> list[int]:
+    """Bytes of memory, at a multiple of `ALIGNMENT`, that have room for a place of each."""
+    return [operand.data_ptr() % ALIGNMENT + _span(operand) for operand in small]
+
+
+def placed(operand: Tensor, room: Tensor) -> Tensor:
+    """Like `operand`, in a room for it, uint8; nothing is copied."""
+    first = operand.data_ptr() % ALIGNMENT
+    elements = room[first : first + _span(operand)].view(operand.dtype)
+    return elements.as_strided(operand.shape, operand.stride())
 
 
 @functools.cache
@@ -202,24 +270,31 @@ class Recorder:
         self._pool = torch.cuda.MemPool()
         self._cublas = False
 
-    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool) -> gpu.Graph:
-        """The graph of what `enqueue(stream)` enqueues on a stream of the recorder's, and on those that join it."""
-        return self._thread.submit(self._record, [enqueue], cublas, urgent).result()
+    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Recording:
+        """Record what `enqueue` enqueues on a stream of the recorder's, and on those that join it.
 
-    def _record(self, only: list[Enqueue], cublas: bool, urgent: bool) -> gpu.Graph:
-        """`only`: emptied here, so that nothing keeps the call's tensors longer."""
-        enqueue = only.pop()
+        small: operands of which it gets copies, in rooms from this recorder's pool.
+        """
+        return self._thread.submit(self._record, [enqueue], cublas, urgent, list(small)).result()
+
+    def _record(self, only: list[Enqueue], cublas: bool, urgent: bool, small: list[Tensor]) -> Recording:
+        """`only`, `small`: emptied here, so that nothing keeps the call's tensors longer."""
+        enqueue, operands = only.pop(), small.copy()
+        small.clear()
         try:
-            return self._captured(enqueue, cublas, self._streams[urgent])
+            return self._captured(enqueue, cublas, self._streams[urgent], operands)
         except torch.OutOfMemoryError:  # the allocator does not give back what it keeps for want of memory in a pool
             torch.cuda.empty_cache()
-            return self._captured(enqueue, cublas, self._streams[urgent])
+            return self._captured(enqueue, cublas, self._streams[urgent], operands)
 
-    def _captured(self, enqueue: Enqueue, cublas: bool, stream: torch.cuda.Stream) -> gpu.Graph:
+    def _captured(
+        self, enqueue: Enqueue, cublas: bool, stream: torch.cuda.Stream, small: Sequence[Tensor]
+    ) -> Recording:
         with torch.inference_mode(), torch.cuda.use_mem_pool(self._pool), torch.cuda.stream(stream):
             if cublas and not self._cublas:
                 self._make_handles(stream)
-            return gpu.record(stream.cuda_stream, enqueue)
+            rooms = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in rooms_for(small)]
+            return on_places(enqueue, small, rooms, lambda made: gpu.record(stream.cuda_stream, made))
 
     def _make_handles(self, stream: torch.cuda.Stream) -> None:
         """cuBLAS's handles are of a thread, and cannot be made in a capture.
@@ -230,6 +305,17 @@ class Recorder:
         torch.mm(one, one)
         stream.synchronize()
         self._cublas = True  # nothing that is urgent calls it
+
+
+def on_places(
+    enqueue: Enqueue, small: Sequence[Tensor], rooms: Sequence[Tensor], record: Callable[[Callable[[int], None]], Any]
+) -> Recording:
+    """What `record` makes of `enqueue`, called with places in these rooms if there are small operands."""
+    if not small:
+        return Recording(record(enqueue), ())
+    places = [placed(operand, room) for operand, room in zip(small, rooms, strict=True)]
+    graph = record(lambda stream: enqueue(stream, places))
+    return Recording(graph, [(place.data_ptr(), _span(place)) for place in places])
 
 
 @functools.cache
