@@ -10,6 +10,7 @@ a kind of call, from rank 0; first cuBLAS alone, and NCCL with it or alone.
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynctp_kernels import cuda
+from asynctp_kernels.cuda.runtime.memory import existing_memory
 from launched import end, show, start
 from torch import Tensor
 
@@ -50,6 +52,26 @@ def random(rows: int, cols: int) -> Tensor:
     return torch.randn(rows, cols, dtype=torch.bfloat16, device="cuda")
 
 
+def scaled(elsewhere: bool) -> dict[str, Callable[[], Any]]:
+    """Calls in rowwise fp8. elsewhere: the scales of each are where those of the last 15 were not."""
+    ops, world, name = torch.ops.asynctp, dist.get_world_size(), dist.group.WORLD.group_name
+    shard, whole, b = (each.to(torch.float8_e4m3fn) for each in (random(M // world, K), random(M, K), random(N, K)))
+    of_shard, of_whole, of_b = (
+        itertools.cycle([torch.rand(*shape, device="cuda") for _ in range(16 if elsewhere else 1)])
+        for shape in ((M // world, 1), (M, 1), (1, N))
+    )
+    gather = [0, True, torch.bfloat16, False, False, world, name]
+    scatter = ["sum", 0, torch.bfloat16, False, world, name]
+    return {
+        "rowwise gather": lambda: ops.all_gather_scaled_matmul(
+            shard, next(of_shard), [b.t()], [next(of_b)], [None], *gather
+        ),
+        "rowwise scatter": lambda: ops.scaled_matmul_reduce_scatter(
+            [whole], [b.t()], [next(of_whole)], [next(of_b)], [None], *scatter
+        ),
+    }
+
+
 def main() -> None:
     start(120)
     ops, world, name = torch.ops.asynctp, dist.get_world_size(), dist.group.WORLD.group_name
@@ -78,6 +100,14 @@ def main() -> None:
             with cuda.forced(implementation):
                 for call, function in calls.items():
                     show({"call": call, "implementation": implementation, "ranks": world, "us": measure(function)})
+                for way in ("scales where they were", "scales elsewhere", "not recorded"):
+                    memory = existing_memory(dist.group.WORLD)
+                    assert memory is not None
+                    most, memory.recordings.most = memory.recordings.most, 0 if way == "not recorded" else 4096
+                    for call, function in scaled(way == "scales elsewhere").items():
+                        facts = {"call": f"{call}, {way}", "implementation": implementation, "ranks": world}
+                        show({**facts, "us": measure(function)})
+                    memory.recordings.most = most
         for implementation, functions in (("NCCL", by_nccl), ("direct", reductions), ("NCCL", by_nccl)):
             for call, function in functions.items():
                 show({"call": call, "implementation": implementation, "ranks": world, "us": measure(function)})

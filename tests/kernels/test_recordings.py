@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from asynctp_kernels.cuda.runtime import driver, recordings
 from asynctp_kernels.cuda.runtime.driver import CudaError
-from asynctp_kernels.cuda.runtime.recordings import Enqueue, Recording, Recordings, Work, on_places, rooms_for
+from asynctp_kernels.cuda.runtime.recordings import Enqueue, Recordings, Work, on_places, rooms_for
 from cuda_stubs import room_for
 from torch import Tensor
 
@@ -33,14 +33,18 @@ class Recorder:
         self.events: list[str] = []
         self.fails, self.known = "", True
 
-    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Recording:
+    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Any:
         self._event("record")
-        graph: Any = SimpleNamespace(number=self.events.count("record"), known=self.known)
-        return on_places(enqueue, small, [room_for(size) for size in rooms_for(small)], lambda made: graph)
+        copies = []
+        graph = SimpleNamespace(number=self.events.count("record"), known=self.known, follows=bool(small))
+        graph.follow = copies.extend
+        made: Any = on_places(enqueue, small, [room_for(size) for size in rooms_for(small)], lambda made: graph)
+        assert len(copies) == len(small)
+        return made
 
     def ready(self) -> Any:
-        def show(graph: Any) -> None:
-            self._event(f"show {graph.number}")
+        def show(graph: Any, at: tuple[int, ...]) -> None:
+            self._event(f"show {graph.number}" + (f" of {at[0]}" if graph.follows else ""))
 
         return SimpleNamespace(show=show, launch=lambda stream: self._event("launch"))
 
@@ -281,10 +285,11 @@ def test_calls_by_which_freed_memory_is_not_kept(allocator: pytest.MonkeyPatch) 
 class Library:
     """libcuda, as far as graphs go. `codes` are what functions give; 0 where nothing is said.
 
-    nodes: numbers 1, 2, ... of every graph: kinds, and of copies and memory that is set how many rows they have.
+    nodes: numbers 1, 2, ... of every graph: kinds, and of copies and memory that is set how many rows they have; of
+    copies then from where, and to where.
     """
 
-    def __init__(self, nodes: Sequence[tuple[int, int]] = (), **codes: int) -> None:
+    def __init__(self, nodes: Sequence[tuple[int, ...]] = (), **codes: int) -> None:
         self.codes, self.log, self.made, self.nodes = codes, [], 0, nodes
         self.set: list[tuple[int, list[int]]] = []
         self.args: dict[str, tuple[Any, ...]] = {}  # of the last call
@@ -312,11 +317,14 @@ class Library:
                 given[i] = i + 1
             count._obj.value = len(self.nodes)
             return 0
-        kind, rows = self.nodes[node.value - 1]
+        kind, rows, *addresses = self.nodes[node.value - 1]
         if name == "cuGraphNodeGetType":
             given._obj.value = kind
         elif name == "cuGraphMemcpyNodeGetParams":
             given._obj[:] = [*range(22), 64, rows, 1]
+            if addresses:
+                given._obj[:15] = [0] * 15
+                given._obj[driver._FROM], given._obj[driver._TO] = addresses
         elif name == "cuGraphMemsetNodeGetParams":
             given._obj[:] = [*range(4), rows]
         else:
@@ -330,7 +338,7 @@ def library() -> Iterator[Callable[..., Library]]:
     with mock.patch.object(driver, "_message", lambda code: f"code {code}"):
         patches = []
 
-        def make(nodes: Sequence[tuple[int, int]] = (), **codes: int) -> Library:
+        def make(nodes: Sequence[tuple[int, ...]] = (), **codes: int) -> Library:
             made = Library(nodes, **codes)
             fresh = {
                 "library": lambda: made,
@@ -422,6 +430,31 @@ def test_a_copy_that_cannot_be_set_is_an_error(
         driver.Executable().show(driver.Graph(11))
 
 
+def test_copies_are_told_where_from(library: Callable[..., Library]) -> None:
+    """Those that are followed; the others stay what they are."""
+    made = library(nodes=(COPY, (1, 1, 300, 400), (1, 1, 500, 600)))
+    graph, ready = driver.Graph(11), driver.Executable()
+    assert not graph.follows
+    graph.follow([(600, 500), (400, 300)])
+    assert (graph.known, graph.follows) == (True, True)
+    for sources in ((501, 301), (502, 302)):
+        ready.show(graph, sources)
+        froms = [(node, words[driver._FROM], words[driver._TO]) for node, words in made.set[-3:]]
+        assert froms == [(1, 6, 17), (2, sources[1], 400), (3, sources[0], 600)]
+
+
+@pytest.mark.parametrize(
+    "copies", [[(400, 301)], [(401, 300)], [(400, 300), (400, 300)], [(17, 6)]],
+    ids=["from elsewhere", "to elsewhere", "twice", "at an offset"],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_not_known(copies: list[tuple[int, int]], library: Callable[..., Library]) -> None:
+    library(nodes=(COPY, (1, 1, 300, 400)))
+    graph = driver.Graph(11)
+    graph.follow(copies)
+    assert not graph.known
+    assert not graph.follows
+
+
 @pytest.mark.parametrize("node", [(1, 2), (2, 2), (3, 0), (4, 0), (7, 0), (8, 0), (10, 0), (13, 0), (99, 0)])
 def test_what_else_there_is_in_a_graph_is_not_known(node: tuple[int, int], library: Callable[..., Library]) -> None:
     """Several rows; calls of the host, graphs in graphs, records of events, semaphores, allocations, conditions."""
@@ -459,13 +492,6 @@ def at(address: int, *sizes: int) -> Any:
     )  # fmt: skip
 
 
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch, here: Recorder) -> Recorder:
-    """A copy is one of the events."""
-    monkeypatch.setattr(driver, "copy", lambda to, source, size, stream: here.events.append(f"{size} B of {source}"))
-    return here
-
-
 def with_small(kept: Recordings, here: Recorder, *places: int, sizes: tuple[int, ...] = (8,)) -> list[str]:
     """What calls do whose small operand is there."""
     here.events.clear()
@@ -474,46 +500,46 @@ def with_small(kept: Recordings, here: Recorder, *places: int, sizes: tuple[int,
     return here.events
 
 
-def test_a_small_operand_that_stays_is_not_copied(copies: Recorder) -> None:
-    assert with_small(new(), copies, 512, 512, 512) == ["enqueue", "record", *["show 1", "launch"] * 2]
+def test_a_small_operand_that_stays_is_not_copied(here: Recorder) -> None:
+    assert with_small(new(), here, 512, 512, 512) == ["enqueue", "record", *["show 1", "launch"] * 2]
 
 
-def test_one_that_moves_is_copied_from_wherever_it_is(copies: Recorder) -> None:
+def test_one_that_moves_is_copied_from_wherever_it_is(here: Recorder) -> None:
     """From the second call on, whatever its address; a call where nothing moved is another recording."""
     kept = new()
-    assert with_small(kept, copies, 512, 1024, 2048, 512) == [
-        "enqueue", "record", "show 1", "32 B of 1024", "launch", "show 1", "32 B of 2048", "launch",
-        "show 1", "32 B of 512", "launch",
+    assert with_small(kept, here, 512, 1024, 2048, 512) == [
+        "enqueue", "record", "show 1 of 1024", "launch", "show 1 of 2048", "launch", "show 1 of 512", "launch",
     ]  # fmt: skip
     assert len(kept) == 1
     stays = new()
-    assert with_small(stays, copies, 512, 512)[-1] == "launch"
-    assert with_small(stays, copies, 1024, 2048, 512, 1024) == [
-        "enqueue", "record", "show 1", "32 B of 2048", "launch", "show 1", "launch", "show 1", "32 B of 1024", "launch",
+    assert with_small(stays, here, 512, 512)[-1] == "launch"
+    assert with_small(stays, here, 1024, 2048, 512, 1024) == [
+        "enqueue", "record", "show 1 of 2048", "launch", "show 1", "launch", "show 1 of 1024", "launch",
     ]  # fmt: skip
+    assert len(stays._ready) == 2, "an executable graph is updated to one of the same nodes"
 
 
-def test_its_place_is_aligned_as_it_is(copies: Recorder) -> None:
+def test_its_place_is_aligned_as_it_is(here: Recorder) -> None:
     """cuBLAS may choose by that, and so round differently."""
     kept = new()
-    with_small(kept, copies, 512, 1024)
-    assert with_small(kept, copies, 1040) == ["enqueue"]
-    assert with_small(kept, copies, 2048 + 16)[0] == "record"
-    assert with_small(kept, copies, 4096 + 16)[-1] == "launch"
+    with_small(kept, here, 512, 1024)
+    assert with_small(kept, here, 1040) == ["enqueue"]
+    assert with_small(kept, here, 2048 + 16)[0] == "record"
+    assert with_small(kept, here, 4096 + 16)[-1] == "launch"
     assert len(kept) == 2
 
 
-def test_what_lies_far_apart_is_not_copied(copies: Recorder) -> None:
+def test_what_lies_far_apart_is_not_copied(here: Recorder) -> None:
     """A column of a large matrix: all that lies between would be."""
     kept = new()
     column = at(512, 4, 1)
     column.stride = lambda: (100, 1)
     moved = at(1024, 4, 1)
     moved.stride = column.stride
-    copies.events.clear()
+    here.events.clear()
     for operand in (column, moved, column, moved, moved):
-        kept.run(MAIN, Work(0, (1,), copies.enqueue, small=[operand]), urgent=False)
-    assert copies.events == [*["enqueue"] * 4, "record", "show 1", "launch"]
+        kept.run(MAIN, Work(0, (1,), here.enqueue, small=[operand]), urgent=False)
+    assert here.events == [*["enqueue"] * 4, "record", "show 1", "launch"]
 
 
 def test_places_hold_what_they_are_given() -> None:

@@ -548,14 +548,9 @@ def one_recording(real: Any) -> Any:
     return lambda self, stream, work, *rest: real(self, stream, work._replace(addresses=()), *rest)
 
 
-def not_copied(real: Any) -> Any:
-    """Small operands, to their places."""
-
-    def recorded(self: Recordings, *args: Any) -> Any:
-        recording = real(self, *args)
-        return recording and recording._replace(places=())
-
-    return recorded
+def not_told(real: Any) -> Any:
+    """A recording is not told where small operands are."""
+    return lambda self, plan, graph, at: real(self, plan, graph, ())
 
 
 def made_late(real: Any) -> Any:
@@ -629,7 +624,7 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "copies beside flights": ("recorded beside flights", after_flights("stream")),
     "sums beside flights": ("recorded flights", after_flights("reducer")),
     "source given back in flight": ("in flight", replaced(moves, "_waited", source_given_back)),
-    "biases stay elsewhere": ("recorded, biases elsewhere", replaced(Recordings, "_recorded", not_copied)),
+    "biases stay elsewhere": ("recorded, biases elsewhere", replaced(Recordings, "_shown", not_told)),
     "a recording of other memory": ("recorded elsewhere", replaced(Recordings, "run", one_recording)),
 }
 

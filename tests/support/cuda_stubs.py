@@ -26,7 +26,7 @@ from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime import driver, memory, recordings, watch
 from asynctp_kernels.cuda.runtime.launch import Launch, Tma
 from asynctp_kernels.cuda.runtime.memory import MAX_OWN, MAX_WORLD, Area, GroupMemory
-from asynctp_kernels.cuda.runtime.recordings import ALIGNMENT, Enqueue, Recording, on_places, rooms_for
+from asynctp_kernels.cuda.runtime.recordings import ALIGNMENT, Enqueue, on_places, rooms_for
 from asynctp_kernels.errors import TIMEOUT_VARIABLE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -195,16 +195,36 @@ class Graph:
     def __init__(self, machine: Machine, entries: Sequence[Entry]) -> None:
         self.machine, self.entries = machine, entries
         self.known = all(entry.height == 1 for entry in entries if isinstance(entry, Copied))
+        self.places: list[int] = []
+
+    @property
+    def follows(self) -> bool:
+        return bool(self.places)
+
+    def follow(self, copies: Sequence[tuple[int, int]]) -> None:
+        found = [(entry.dst, entry.src) for entry in self.entries if isinstance(entry, Copied)]
+        assert set(copies) <= set(found)
+        self.places = [place for place, _ in copies]
 
 
 class Executable:
     """What replaces the driver's."""
 
-    def show(self, graph: Graph) -> None:
+    def __init__(self) -> None:
+        self.sources: dict[int, int] = {}
+
+    def show(self, graph: Graph, sources: Sequence[int] = ()) -> None:
         self.graph = graph
+        self.sources = dict(zip(graph.places, sources, strict=False))
+
+    def from_now(self, entry: Entry) -> Entry:
+        """A copy of what is followed, from where it now is."""
+        if isinstance(entry, Copied) and entry.dst in self.sources:
+            return replace(entry, src=self.sources[entry.dst])
+        return entry
 
     def launch(self, stream: int) -> None:
-        for entry in self.graph.entries:
+        for entry in map(self.from_now, self.graph.entries):
             self.graph.machine.do(replace(entry, stream=stream if entry.stream == GRAPH else entry.stream))
 
 
@@ -283,13 +303,13 @@ class Machine:
         self._events += 1
         return 1000 + self._events
 
-    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Recording:
+    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Any:
         """What replaces a recorder."""
         self.urgent.append(urgent)
         rooms = [room_for(size) for size in rooms_for(small)]
         self.rooms += rooms
 
-        def captured(made: Callable[[int], None]) -> Graph:
+        def captured(made: Callable[[int], None]) -> Any:
             log, self.log, self.dry = self.log, [], True
             try:
                 with Tape(self.log):

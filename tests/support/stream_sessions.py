@@ -333,7 +333,7 @@ def perform(session: Session, rank: Rank) -> None:
         replay(session, player, count)
     found = [memory for group in rank.groups if (memory := existing_memory(group)) is not None]
     assert session.records == any(memory.recordings.launched for memory in found)
-    assert session.wanders == any(kept.places for memory in found for kept in memory.recordings._kept.values())
+    assert session.wanders == any(graph.follows for memory in found for graph in memory.recordings._kept.values())
 
 
 def replay(session: Session, player: Player, number: int) -> None:

@@ -41,7 +41,7 @@ from asynctp_kernels.cuda.plans import collectives, direct, gather, gather_trans
 from asynctp_kernels.cuda.runtime import driver, memory
 from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS
 from asynctp_kernels.cuda.runtime.memory import Area, GroupMemory
-from asynctp_kernels.cuda.runtime.recordings import Enqueue, Recording, on_places, rooms_for
+from asynctp_kernels.cuda.runtime.recordings import Enqueue, on_places, rooms_for
 from cuda_emulated import POISON, PROGRAMS, Call, Question, Raced, Steps, at, int32, look, put, raw, reached
 from cuda_stubs import (
     GRAPH,
@@ -200,6 +200,7 @@ class Executable(cuda_stubs.Executable):
     """What replaces the driver's."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.last: list[Node] = []
 
     def launch(self, stream: int) -> None:
@@ -281,7 +282,7 @@ class Rank(Machine):
                 self.problems.append("a stream waits for an event of another graph")
 
     # --- graphs
-    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Recording:
+    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Any:
         def captured(made: Callable[[int], None]) -> Any:
             with self.captured(GRAPH) as work:
                 made(GRAPH)
@@ -316,7 +317,11 @@ class Rank(Machine):
             after = [made[other] for other in node.after] or start
             if node.event is not None:
                 after = [*after, *self._last_recorded.get(node.event, (None, []))[1]]
-            made[node] = Node(f"{node.name} of a graph", self.rank, node.stream, after, node.programs, self.epoch)
+            programs = [
+                functools.partial(copied, executable.from_now(*program.args)) if is_copy(program) else program
+                for program in node.programs
+            ]
+            made[node] = Node(f"{node.name} of a graph", self.rank, node.stream, after, programs, self.epoch)
         end = Node("end of a graph", self.rank, stream, [*made.values()] or start, epoch=self.epoch)
         self.work.nodes += [*made.values(), end]
         self.work.tails[stream] = executable.last = [end]
@@ -432,6 +437,10 @@ def on_an_sm(sms: Sequence[Processor], large: bool, program: Program) -> Steps:
     setattr(place, kind, getattr(place, kind) + 1)
     yield from program()
     setattr(place, kind, getattr(place, kind) - 1)
+
+
+def is_copy(program: Any) -> bool:
+    return getattr(program, "func", None) is copied
 
 
 def copied(entry: Copied) -> Steps:

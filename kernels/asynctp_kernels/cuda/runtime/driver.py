@@ -257,11 +257,12 @@ class Graph:
             up to date in an executable graph.
     """
 
-    __slots__ = ("_moves", "handle", "known")
+    __slots__ = ("_followed", "_moves", "handle", "known")
 
     def __init__(self, handle: int) -> None:
         self.handle, self.known = _ref(handle), True
         self._moves: list[tuple[Callable[..., int], ctypes.c_void_p, Any]] = []  # what each refresh calls, all prepared
+        self._followed: list[Any] = []  # parameters of copies that come from elsewhere each time
         for node in _nodes(self.handle):
             kind = _node_kind(node)
             if kind in _MOVING:
@@ -273,8 +274,25 @@ class Graph:
             else:
                 self.known &= kind in _FIXED
 
-    def refresh(self) -> None:
-        """Let copies be of what is at their addresses now."""
+    @property
+    def follows(self) -> bool:
+        """There are copies of which each launch says where they come from."""
+        return bool(self._followed)
+
+    def follow(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Let `refresh` say where these come from: (to, from) of each. Not `known` if there is not one of each."""
+        found = {
+            (params[_TO], params[_FROM]): params
+            for _, _, params in self._moves
+            if len(params) == _COPY_WORDS and not any(params[:4]) and not any(params[11:15])
+        }
+        self.known &= len(dict(copies)) == len(copies) and all(copy in found for copy in copies)
+        self._followed = [found[copy] for copy in copies] if self.known else []
+
+    def refresh(self, sources: Sequence[int] = ()) -> None:
+        """Let copies be of what is at their addresses now; those that are followed, from these."""
+        for params, source in zip(self._followed, sources, strict=False):
+            params[_FROM] = source
         for write, node, params in self._moves:
             if code := write(node, params):
                 check(write.__name__, code)
@@ -283,10 +301,13 @@ class Graph:
         library().cuGraphDestroy(self.handle)  # at the end of a program there may be nothing left to destroy
 
 
+#: words of CUDA_MEMCPY3D: the addresses; before each there are four words of offsets, and two more
+_FROM, _TO = 6, 17
 #: kinds of nodes that hold memory: whose parameters, how many words these have, and what the last ones are for one
 #: range of bytes (CUDA_MEMCPY3D: rows, slices; CUDA_MEMSET_NODE_PARAMS: rows)
+_COPY_WORDS = 25
 _MOVING: dict[int, tuple[str, int, list[int]]] = {
-    1: ("cuGraphMemcpyNode", 25, [1, 1]),
+    1: ("cuGraphMemcpyNode", _COPY_WORDS, [1, 1]),
     2: ("cuGraphMemsetNode", 5, [1]),
 }
 #: kernels, nothing, waits for events, batches of stream memory operations
@@ -316,13 +337,13 @@ class Executable:
         self._handle = ctypes.c_void_p()
         self._problem = ctypes.create_string_buffer(24)  # CUgraphExecUpdateResultInfo
 
-    def show(self, graph: Graph) -> None:
-        """Later launches are of `graph`; earlier ones stay what they are, under way or not.
+    def show(self, graph: Graph, sources: Sequence[int] = ()) -> None:
+        """Later launches are of `graph`; earlier ones stay what they are, under way or not. sources: see `refresh`.
 
         Raises:
             CudaError: There is no memory for it, or nothing like it can be launched.
         """
-        graph.refresh()
+        graph.refresh(sources)
         if not self._handle or library().cuGraphExecUpdate_v2(self._handle, graph.handle, self._problem):
             self._destroy()
             made, flags = ctypes.c_void_p(), ctypes.c_ulonglong(_USE_NODE_PRIORITY)

@@ -8,8 +8,8 @@ the program's enqueue as ever: the same work, in the same order, to the same bit
 
 Small tensors get new addresses for much longer than large ones, or for ever: they share what a few segments of memory
 have room for with all that a program keeps for another step, be it a loss (docs/explanation/whole-steps.md). So where
-a call comes again whose *small operands*, scales and biases, are elsewhere, it is recorded with copies of these in
-their places. From then on each launch comes after copies of them to there, wherever they are.
+a call comes again whose *small operands*, scales and biases, are elsewhere, it is recorded with places of its own for
+them. It begins with copies to there, and each launch is told from where.
 
 Recordings are kept on the host. On the GPU each plan has one executable graph, which some 100 KB of its memory go
 into, and which is brought up to date before each launch.
@@ -43,7 +43,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ SEEN, TURNED_AWAY = 2, 10
 OF_ONE_KERNEL = 16
 #: A place of a small operand has its address modulo this, by which cuBLAS chooses; and its strides.
 ALIGNMENT = 256
+T = TypeVar("T", bound=gpu.Graph)
 Enqueue = Callable[..., None]
 """Does a call's work on the stream that it is called with; then come its small operands, where these are copies."""
 
@@ -89,13 +90,6 @@ class Work(NamedTuple):
     patience: int = 1
 
 
-class Recording(NamedTuple):
-    """graph: of the call. places: (address, bytes) of each small operand, if they are copied before each launch."""
-
-    graph: gpu.Graph
-    places: Sequence[tuple[int, int]]
-
-
 class Recordings:
     """Those of one group's calls.
 
@@ -108,8 +102,8 @@ class Recordings:
     def __init__(self, device: torch.device) -> None:
         self.device, self.most, self.under_way = device, 0 if driver.IN_ORDER else _most(), False
         self.launched = 0
-        #: by the call, and where its small operands are; or, of one that copies them, how these are aligned
-        self._kept: dict[tuple[tuple[Any, ...], tuple[int, ...]], Recording] = {}
+        #: by the call, and where its small operands are; or, if it copies them, how these are aligned
+        self._kept: dict[tuple[tuple[Any, ...], tuple[int, ...]], gpu.Graph] = {}
         self._ready: dict[Any, gpu.Executable] = {}
         #: how often a call has been enqueued, and where its small operands were last
         self._seen: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
@@ -128,29 +122,28 @@ class Recordings:
             found = self._kept.get((key, _alignments(at)))
         if found is None:
             found = self._recorded(key, at, work, urgent)
-        ready = None if found is None else self._shown(work.plan, found.graph)
-        if found is None or ready is None:
+        ready = None if found is None else self._shown(work.plan, found, at)
+        if ready is None:
             work.enqueue(stream)
             return
         self.launched += 1
-        for (place, size), address in zip(found.places, at, strict=False):  # no places, if operands are where they were
-            gpu.copy(place, address, size, stream)
         ready.launch(stream)
 
-    def _shown(self, plan: Any, graph: gpu.Graph) -> gpu.Executable | None:
-        """The plan's executable, of this graph. None: enqueue."""
-        ready = self._ready.pop(plan, None) or gpu.Executable()
+    def _shown(self, plan: int, graph: gpu.Graph, at: tuple[int, ...]) -> gpu.Executable | None:
+        """An executable of this graph, for small operands that are there. None: enqueue."""
+        which = (plan, graph.follows)
+        ready = self._ready.pop(which, None) or gpu.Executable()
         try:
-            ready.show(graph)
+            ready.show(graph, at)
         except SymmetricMemoryError as error:
             self._refuse(plan, error)
             return None
         if len(self._ready) >= MAX_READY:
             del self._ready[next(iter(self._ready))]
-        self._ready[plan] = ready  # the last one is the last used
+        self._ready[which] = ready  # the last one is the last used
         return ready
 
-    def _recorded(self, key: tuple[Any, ...], at: tuple[int, ...], work: Work, urgent: bool) -> Recording | None:
+    def _recorded(self, key: tuple[Any, ...], at: tuple[int, ...], work: Work, urgent: bool) -> gpu.Graph | None:
         """Record a call that comes again, with copies of its small operands if these have moved. None: enqueue."""
         times, last = self._seen.get(key, (0, at))
         if times < work.patience or (last != at and not all(map(_in_one_piece, work.small))):
@@ -166,19 +159,19 @@ class Recordings:
         moved = work.small if last != at else ()
         self.under_way = True
         try:
-            recording = recorder(self.device).record(work.enqueue, work.cublas, urgent, moved)
+            graph = recorder(self.device).record(work.enqueue, work.cublas, urgent, moved)
         except Exception as error:
             self._refuse(work.plan, error)
             return None
         finally:
             self.under_way = False
         self._seen.pop(key, None)
-        if not recording.graph.known:
+        if not graph.known:
             self._refused.add(work.plan)
             log.info("calls of one shape are made anew each time: a graph of them could not be brought up to date")
             return None
-        self._kept[key, _alignments(at) if moved else at] = recording
-        return recording
+        self._kept[key, _alignments(at) if moved else at] = graph
+        return graph
 
     def _room(self) -> bool:
         """Whether one more can be kept; who is turned away often enough gets room by all others' being forgotten."""
@@ -220,8 +213,8 @@ def _span(tensor: Tensor) -> int:
 
 
 def _in_one_piece(tensor: Tensor) -> bool:
-    """There is not much else between its elements."""
-    return _span(tensor) <= 2 * tensor.numel() * tensor.itemsize
+    """It has elements, and there is not much else between them."""
+    return 0 < _span(tensor) <= 2 * tensor.numel() * tensor.itemsize
 
 
 def rooms_for(small: Sequence[Tensor]) -> list[int]:
@@ -270,14 +263,14 @@ class Recorder:
         self._pool = torch.cuda.MemPool()
         self._cublas = False
 
-    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Recording:
+    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> gpu.Graph:
         """Record what `enqueue` enqueues on a stream of the recorder's, and on those that join it.
 
         small: operands of which it gets copies, in rooms from this recorder's pool.
         """
         return self._thread.submit(self._record, [enqueue], cublas, urgent, list(small)).result()
 
-    def _record(self, only: list[Enqueue], cublas: bool, urgent: bool, small: list[Tensor]) -> Recording:
+    def _record(self, only: list[Enqueue], cublas: bool, urgent: bool, small: list[Tensor]) -> gpu.Graph:
         """`only`, `small`: emptied here, so that nothing keeps the call's tensors longer."""
         enqueue, operands = only.pop(), small.copy()
         small.clear()
@@ -289,7 +282,7 @@ class Recorder:
 
     def _captured(
         self, enqueue: Enqueue, cublas: bool, stream: torch.cuda.Stream, small: Sequence[Tensor]
-    ) -> Recording:
+    ) -> gpu.Graph:
         with torch.inference_mode(), torch.cuda.use_mem_pool(self._pool), torch.cuda.stream(stream):
             if cublas and not self._cublas:
                 self._make_handles(stream)
@@ -308,14 +301,22 @@ class Recorder:
 
 
 def on_places(
-    enqueue: Enqueue, small: Sequence[Tensor], rooms: Sequence[Tensor], record: Callable[[Callable[[int], None]], Any]
-) -> Recording:
-    """What `record` makes of `enqueue`, called with places in these rooms if there are small operands."""
+    enqueue: Enqueue, small: Sequence[Tensor], rooms: Sequence[Tensor], record: Callable[[Callable[[int], None]], T]
+) -> T:
+    """The graph that `record` makes of `enqueue`; of small operands, it copies each to a place in its room, first."""
     if not small:
-        return Recording(record(enqueue), ())
+        return record(enqueue)
     places = [placed(operand, room) for operand, room in zip(small, rooms, strict=True)]
-    graph = record(lambda stream: enqueue(stream, places))
-    return Recording(graph, [(place.data_ptr(), _span(place)) for place in places])
+    copies = [(place.data_ptr(), operand.data_ptr()) for place, operand in zip(places, small, strict=True)]
+
+    def enqueued(stream: int) -> None:
+        for (place, source), operand in zip(copies, small, strict=True):
+            gpu.copy(place, source, _span(operand), stream)
+        enqueue(stream, places)
+
+    graph = record(enqueued)
+    graph.follow(copies)
+    return graph
 
 
 @functools.cache
