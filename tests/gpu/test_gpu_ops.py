@@ -133,6 +133,12 @@ def test_stress_with_one_hardware_queue(ranks: int) -> None:
     check_stress(torchrun(ranks, "stress.py", str(CALLS), CUDA_DEVICE_MAX_CONNECTIONS="1"))
 
 
+def test_to_record_a_call_disturbs_none_under_way() -> None:
+    found = torchrun(1, "recorder.py")
+    assert len(found) == 4
+    assert all(case["ok"] for case in found)
+
+
 @RANKS
 def test_compiled_programs_with_and_without_cuda_graphs(ranks: int) -> None:
     *programs, last = torchrun(ranks, "compiled.py")

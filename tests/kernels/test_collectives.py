@@ -25,6 +25,7 @@ from asynctp_kernels.cuda.plans.collectives import scatter_call as bulk_sum
 from asynctp_kernels.cuda.plans.decomposed import DecomposedGather
 from asynctp_kernels.cuda.plans.direct import DirectGather
 from asynctp_kernels.cuda.runtime.memory import FLIGHTS, MAX_CHUNKS, MAX_WORLD
+from asynctp_kernels.cuda.runtime.recordings import OF_ONE_KERNEL
 from cuda_stubs import (
     COPY,
     MAIN,
@@ -299,6 +300,27 @@ reduce await flight
 main   record last""",
     )
     assert not [entry for entry in here.of(Awaited) + here.of(Launched) if STREAMS[entry.stream] == STREAMS[MAIN]]
+
+
+@pytest.mark.parametrize("op", ["gather", "sum"])
+def test_one_kernel_is_recorded_late(op: str, here: Machine) -> None:
+    """A launch of a recording saves little, and to record it takes much."""
+    here.records = True
+    here.kernels.clear()
+    shard, whole = tensor(8, 64), tensor(32, 64)
+    if op == "gather":
+        plan: Any = DirectGather(bulk_call(shard, None, WORLD, kept=True), here.memory)
+        call = plan.tensors((shard, None, (), (), (), None))
+        plan.tensors = lambda *args: call
+    else:
+        plan = DirectSum(bulk_sum(whole, "sum", WORLD), here.memory)
+        plan.new_output = lambda: shard
+    for number in range(OF_ONE_KERNEL + 2):
+        if op == "gather":
+            plan.run(shard, None, (), (), ())
+        else:
+            plan.reduce(whole)
+        assert len(here.recordings) == (number >= OF_ONE_KERNEL)
 
 
 @pytest.mark.parametrize("op", ["gather", "pushed gather", "scatter"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,8 @@ pytest.importorskip("triton")
 import cuda_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.plans import fused
+from asynctp_kernels.cuda.plans.gather_call import GatherTensors
+from asynctp_kernels.cuda.plans.scatter_call import ScatterTensors
 from cuda_stubs import (
     SMS,
     Copied,
@@ -237,6 +240,54 @@ def new_place(small: Tensor) -> Tensor:
     return room.as_strided(small.shape, small.stride()).copy_(small)
 
 
+@pytest.mark.parametrize("implementation", ["decomposed", "direct"])
+def test_other_memory_of_a_scatter_is_enqueued_anew(implementation: str, recording: Machine) -> None:
+    call = scatter_call((768,), (64, 72), 136, **ROWWISE, bias=True, added=True)
+    plan = scatter_plan(call, recording, implementation)
+    recording.kernels.clear()
+    first = plan.tensors((call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.added))
+    calls = [first, first]
+    for name in ("a_parts", "b_parts", "added", "staging", "out", "extras"):
+        tensors = getattr(first, name)
+        for i, one in enumerate(several(tensors)):
+            moved = one.clone(memory_format=torch.preserve_format)
+            lists = isinstance(tensors, Sequence) and not isinstance(tensors, Tensor)
+            calls.append(first._replace(**{name: [*tensors[:i], moved, *tensors[i + 1 :]] if lists else moved}))
+    assert len(calls) == 2 + 8
+    for number, made in enumerate(calls):
+        plan.tensors = lambda *args, made=made: made  # type: ignore[method-assign]
+        plan.run(call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.added)
+        assert len(recording.recordings) == (number > 0)
+
+
+def test_small_operands_are_put_in_their_places() -> None:
+    """Each in its own, whichever others there are; a scale that travels is one tensor."""
+    call = gather_call((256,), 64, (72, 136, 8), **ROWWISE, travels=True, bias=True)
+    for missing in itertools.product((False, True), repeat=3):
+        biases = [None if none else bias for bias, none in zip(call.biases, missing, strict=True)]
+        for numbers in (None, call.a_scale, tensor(4, 1)):
+            made = GatherTensors(call.a_shard, call.a_scale, call.bs, call.b_scales, biases, numbers, [], None, None)
+            again = made.with_small([small.clone() for small in made.small()])
+            assert len(made.small()) == 4 + missing.count(False) + (numbers is not None and numbers is not call.a_scale)
+            old = [made.a_scale, *made.b_scales, *biases, numbers]
+            assert_moved(old, [again.a_scale, *again.b_scales, *again.biases, again.numbers])
+            assert (again.numbers is again.a_scale) == (numbers is call.a_scale)
+    scatter = scatter_call((768,), (64, 80), 72, **ROWWISE, bias=True)
+    for missing in itertools.product((False, True), repeat=2):
+        biases = [None if none else tensor(72) for none in missing]
+        operands = (scatter.a_parts, scatter.b_parts, scatter.a_scales, scatter.b_scales, biases, None)
+        made_scatter = ScatterTensors(*operands, tensor(768, 72), tensor(768, 72), [])
+        moved = made_scatter.with_small([small.clone() for small in made_scatter.small()])
+        assert_moved([*scatter.a_scales, *scatter.b_scales, *biases], [*moved.a_scales, *moved.b_scales, *moved.biases])
+
+
+def assert_moved(old: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> None:
+    """The same values elsewhere, and None where there was none."""
+    for one, other in zip(old, new, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or (other is not None and other is not one and torch.equal(one, other))
+
+
 def elsewhere(plan: Any) -> None:
     """Each call's small operands are where none was before; all else is where the first call had it."""
     make, calls = plan.tensors, []
@@ -276,6 +327,8 @@ def test_scales_and_biases_elsewhere_are_no_other_gather(
     elsewhere(plan)
     for number in range(4):
         call = replace(call, b_scales=other_values(call.b_scales), biases=other_values(call.biases))
+        if call.a_scale is not None and not call.scale_travels:
+            call = replace(call, a_scale=other_values([call.a_scale])[0])
         (*outs, gathered), full, a_scale = run_gather(call, recording, plan)
         assert torch.equal(bits(gathered), bits(full))
         for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
@@ -290,7 +343,8 @@ def test_scales_and_biases_elsewhere_are_no_other_scatter(case: str, implementat
     plan = scatter_plan(call, recording, implementation)
     elsewhere(plan)
     for number in range(4):
-        call = replace(call, b_scales=other_values(call.b_scales), biases=other_values(call.biases))
+        scales = {"a_scales": other_values(call.a_scales), "b_scales": other_values(call.b_scales)}
+        call = replace(call, **scales, biases=other_values(call.biases))
         out, wanted, _ = run_scatter(call, recording, plan)
         assert torch.equal(out, wanted)
         assert len(recording.recordings) == len(recording.memory.recordings) == (number > 0)

@@ -523,10 +523,29 @@ def test_its_place_is_aligned_as_it_is(here: Recorder) -> None:
     """cuBLAS may choose by that, and so round differently."""
     kept = new()
     with_small(kept, here, 512, 1024)
-    assert with_small(kept, here, 1040) == ["enqueue"]
-    assert with_small(kept, here, 2048 + 16)[0] == "record"
+    assert with_small(kept, here, 1024 + 16, 2048 + 16)[:2] == ["enqueue", "record"]
     assert with_small(kept, here, 4096 + 16)[-1] == "launch"
     assert len(kept) == 2
+
+
+def test_once_it_stays_it_is_not_copied_any_more(here: Recorder) -> None:
+    """Every copy takes time on the GPU. One that goes to and fro is copied for ever."""
+    kept, settled = new(), recordings.SETTLED
+    assert with_small(kept, here, 512, 1024, *[2048] * settled)[-2:] == ["show 1 of 2048", "launch"]
+    assert with_small(kept, here, 2048, 2048) == ["record", *["show 1", "launch"] * 2]
+    assert with_small(kept, here, 4096) == ["show 1 of 4096", "launch"]
+    assert "record" not in with_small(kept, here, *[512, 1024] * 20)
+    full = new(most=1)
+    with_small(full, here, 512, 1024)
+    assert with_small(full, here, *[2048] * 3 * settled)[-2:] == ["show 1 of 2048", "launch"]
+    assert full._turned_away == 0
+
+
+def test_alignments_that_come_once_are_not_recorded(here: Recorder) -> None:
+    """A slice of a packed tensor may begin anywhere."""
+    kept = new()
+    assert with_small(kept, here, *[4096 + 16 * n for n in range(16)]) == ["enqueue"] * 16
+    assert with_small(kept, here, *[8192 + 16 * n for n in range(16)])[::3] == ["record"] * 16
 
 
 def test_what_lies_far_apart_is_not_copied(here: Recorder) -> None:
@@ -539,7 +558,8 @@ def test_what_lies_far_apart_is_not_copied(here: Recorder) -> None:
     here.events.clear()
     for operand in (column, moved, column, moved, moved):
         kept.run(MAIN, Work(0, (1,), here.enqueue, small=[operand]), urgent=False)
-    assert here.events == [*["enqueue"] * 4, "record", "show 1", "launch"]
+    first, second = (["record", f"show {number}", "launch"] for number in (1, 2))
+    assert here.events == ["enqueue", "enqueue", *first, *second, "show 2", "launch"]
 
 
 def test_places_hold_what_they_are_given() -> None:

@@ -9,7 +9,8 @@ the program's enqueue as ever: the same work, in the same order, to the same bit
 Small tensors get new addresses for much longer than large ones, or for ever: they share what a few segments of memory
 have room for with all that a program keeps for another step, be it a loss (docs/explanation/whole-steps.md). So where
 a call comes again whose *small operands*, scales and biases, are elsewhere, it is recorded with places of its own for
-them. It begins with copies to there, and each launch is told from where.
+them. It begins with copies to there, and each launch is told from where. That takes the GPU 2 us an operand, so a call
+is recorded without once they stay.
 
 Recordings are kept on the host. On the GPU each plan has one executable graph, which some 100 KB of its memory go
 into, and which is brought up to date before each launch.
@@ -24,7 +25,9 @@ What makes a recording as sound as the call itself:
 - *Temporaries*, which cuBLAS and conversions take on the way, places of small operands, and copies of operands that lie
   as no kernel reads them, come from a pool of this module's, which is never given back, as does cuBLAS's workspace for
   the recorder's stream; where the allocator cannot promise that, nothing is recorded, which the log says
-  (`driver.unrecordable`). Calls that use them come one after the other on a device (`GroupMemory.turn`).
+  (`driver.unrecordable`). Calls that use them come one after the other on a device (`GroupMemory.turn`). Nothing else
+  is ever written there: a recorder's own stream comes after none of these calls. So memory is not filled as it is made,
+  and cuBLAS's first workspace is of another pool.
 - *Order.* In a recording the copy stream and the reducer are branches of the graph, not those streams. Both wait for
   what the group has in flight on the streams (`GroupMemory.behind_flights`), by an event that each launch looks up
   anew. All else that orders calls is outside of a recording.
@@ -48,7 +51,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import matmul_settings
+from asynctp_kernels.compat import matmul_settings, new_tensors
 from asynctp_kernels.cuda.runtime import driver as gpu
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import SymmetricMemoryError
@@ -63,6 +66,8 @@ MAX_READY = 512  # executable graphs of one group
 SEEN, TURNED_AWAY = 2, 10
 #: the patience with work that is one kernel: a launch of a recording of it saves 15 us, and to record it takes 350
 OF_ONE_KERNEL = 16
+#: how often in a row small operands have to be where they were, until a call that copies them is recorded without
+SETTLED = 4
 #: A place of a small operand has its address modulo this, by which cuBLAS chooses; and its strides.
 ALIGNMENT = 256
 T = TypeVar("T", bound=gpu.Graph)
@@ -105,8 +110,8 @@ class Recordings:
         #: by the call, and where its small operands are; or, if it copies them, how these are aligned
         self._kept: dict[tuple[tuple[Any, ...], tuple[int, ...]], gpu.Graph] = {}
         self._ready: dict[Any, gpu.Executable] = {}
-        #: how often a call has been enqueued, and where its small operands were last
-        self._seen: dict[tuple[Any, ...], tuple[int, tuple[int, ...]]] = {}
+        #: by the same: how often a call came, how often in a row its small operands stayed, and where they are
+        self._seen: dict[tuple[tuple[Any, ...], tuple[int, ...]], tuple[int, int, tuple[int, ...]]] = {}
         self._refused: set[Any] = set()
         self._turned_away, self._told = 0, False
 
@@ -117,11 +122,7 @@ class Recordings:
             return
         key = (work.plan, *work.addresses, *(matmul_settings() if work.cublas else ()))
         at = tuple([operand.data_ptr() for operand in work.small])
-        found = self._kept.get((key, at))
-        if found is None and at:
-            found = self._kept.get((key, _alignments(at)))
-        if found is None:
-            found = self._recorded(key, at, work, urgent)
+        found = self._kept.get((key, at)) or self._with_copies(key, at, work, urgent)
         ready = None if found is None else self._shown(work.plan, found, at)
         if ready is None:
             work.enqueue(stream)
@@ -143,20 +144,35 @@ class Recordings:
         self._ready[which] = ready  # the last one is the last used
         return ready
 
-    def _recorded(self, key: tuple[Any, ...], at: tuple[int, ...], work: Work, urgent: bool) -> gpu.Graph | None:
-        """Record a call that comes again, with copies of its small operands if these have moved. None: enqueue."""
-        times, last = self._seen.get(key, (0, at))
-        if times < work.patience or (last != at and not all(map(_in_one_piece, work.small))):
+    def _with_copies(self, key: tuple[Any, ...], at: tuple[int, ...], work: Work, urgent: bool) -> gpu.Graph | None:
+        """The recording that copies small operands, or a new one of either kind if it is time. None: enqueue."""
+        which = (key, _alignments(at))
+        copying = self._kept.get(which)
+        if copying is None and not all(map(_in_one_piece, work.small)):
+            which = (key, at)  # they are never copied
+        times, stayed, last = self._seen.get(which, (0, 0, ()))
+        stayed = stayed + 1 if last == at else 0
+        settled = stayed >= SETTLED and len(self._kept) < self.most
+        if times < work.patience or (copying is not None and not settled):
             if len(self._seen) >= SEEN * self.most:
                 self._seen.clear()
-            self._seen[key] = times + 1, at
-            return None
+            self._seen[which] = times + 1, stayed, at
+            return copying
+        moved = work.small if copying is None and last != at else ()
+        made = self._recorded(work, urgent, moved)
+        if made is not None:
+            self._kept[which if moved else (key, at)] = made
+        if made is not None or work.plan in self._refused:
+            self._seen.pop(which, None)
+        return made or copying
+
+    def _recorded(self, work: Work, urgent: bool, moved: Sequence[Tensor]) -> gpu.Graph | None:
+        """Record it, with copies of what has moved. None: that cannot be."""
         if (setting := gpu.unrecordable()) is not None:
             _say_unrecordable(setting)
             return None
         if not self._room():
             return None
-        moved = work.small if last != at else ()
         self.under_way = True
         try:
             graph = recorder(self.device).record(work.enqueue, work.cublas, urgent, moved)
@@ -165,12 +181,10 @@ class Recordings:
             return None
         finally:
             self.under_way = False
-        self._seen.pop(key, None)
         if not graph.known:
             self._refused.add(work.plan)
             log.info("calls of one shape are made anew each time: a graph of them could not be brought up to date")
             return None
-        self._kept[key, _alignments(at) if moved else at] = graph
         return graph
 
     def _room(self) -> bool:
@@ -260,7 +274,7 @@ class Recorder:
         torch.cuda.set_device(self.device)
         gpu.relax_captures()
         self._streams = [gpu.new_torch_stream(self.device, urgent) for urgent in (False, True)]
-        self._pool = torch.cuda.MemPool()
+        self._pool, self._cublas_pool = torch.cuda.MemPool(), torch.cuda.MemPool()
         self._cublas = False
 
     def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> gpu.Graph:
@@ -283,19 +297,22 @@ class Recorder:
     def _captured(
         self, enqueue: Enqueue, cublas: bool, stream: torch.cuda.Stream, small: Sequence[Tensor]
     ) -> gpu.Graph:
-        with torch.inference_mode(), torch.cuda.use_mem_pool(self._pool), torch.cuda.stream(stream):
+        with torch.inference_mode(), torch.cuda.stream(stream):
             if cublas and not self._cublas:
                 self._make_handles(stream)
-            rooms = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in rooms_for(small)]
-            return on_places(enqueue, small, rooms, lambda made: gpu.record(stream.cuda_stream, made))
+            with torch.cuda.use_mem_pool(self._pool):
+                rooms = [new_tensors([size], torch.uint8, self.device)() for size in rooms_for(small)]
+                return on_places(enqueue, small, rooms, lambda made: gpu.record(stream.cuda_stream, made))
 
     def _make_handles(self, stream: torch.cuda.Stream) -> None:
         """cuBLAS's handles are of a thread, and cannot be made in a capture.
 
-        Its workspace for a stream is made anew if the program has all cleared: in a capture then, from the same pool.
+        Its workspace for a stream is made anew if the program has all cleared: in a capture then, from the pool of
+        temporaries.
         """
-        one = torch.zeros(16, 16, device=self.device, dtype=torch.bfloat16)
-        torch.mm(one, one)
+        with torch.cuda.use_mem_pool(self._cublas_pool):
+            one = torch.zeros(16, 16, device=self.device, dtype=torch.bfloat16)
+            torch.mm(one, one)
         stream.synchronize()
         self._cublas = True  # nothing that is urgent calls it
 
