@@ -508,13 +508,16 @@ def run(case: Case, implementation: str) -> dict[str, object]:
             again = call(case, data)
             same &= all(torch.equal(_raw(x), _raw(y)) for x, y in zip(outs, again, strict=True))
             del again
-        for _ in range(4):  # the second records copies of scales and biases, later ones bring theirs
-            moved, doubled = elsewhere(data), bool(case.scales) and data.added is None
-            for of_b in (*moved.b_scales, *(each for each in moved.biases if each is not None)) if doubled else ():
-                of_b.mul_(2)  # no value is rounded otherwise
-            for i, (one, other) in enumerate(zip(outs, call(case, moved), strict=True)):
-                twice = doubled and i < (len(case.ns) if case.op == "gather" else 1)  # not what is only gathered
-                same &= torch.equal(_raw(one * 2 if twice else one), _raw(other))
+        for times in (1, 2, 0.5, 1):  # the first or second records copies of scales and biases, later ones bring theirs
+            moved = elsewhere(data)
+            scaled = times if case.scales and data.added is None else 1  # a power of two: nothing is rounded otherwise
+            for of_b in (*moved.b_scales, *(each for each in moved.biases if each is not None)):
+                of_b.mul_(scaled)
+            again = call(case, moved)
+            matmuls = len(case.ns) if case.op == "gather" else 1
+            wanted = [out * scaled if i < matmuls else out for i, out in enumerate(outs)]  # not what is only gathered
+            same &= all(torch.equal(_raw(x), _raw(y)) for x, y in zip(wanted, again, strict=True))
+            del again
         result["same bits"] = agree(same)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

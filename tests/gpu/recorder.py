@@ -2,8 +2,9 @@
 
     python tests/gpu/recorder.py
 
-A launch waits on the GPU while another call is recorded: the first that calls cuBLAS, or one that takes the same
-memory, also in deterministic mode, where PyTorch fills what it makes. Prints one JSON line a case; ends with 1 if
+A launch has copied its small operand and waits on the GPU, before it reads that, while another call is recorded: the
+first that calls cuBLAS, or one that takes the same memory, also in deterministic mode, where PyTorch fills what it
+makes. Prints one JSON line a case; ends with 1 if
 anything is wrong.
 """
 
@@ -18,11 +19,11 @@ import torch
 from asynctp_kernels.cuda.runtime.recordings import Recordings, Work
 from torch import Tensor
 
-HELD = 200_000_000  # cycles, so that all that follows is enqueued before
+HELD = 400_000_000  # cycles, 0.2 s: what follows on the host is done before
 
 
 class Calls:
-    """Calls of two plans: each adds its small operand to nothing; the second may call cuBLAS before."""
+    """Calls of two plans: each adds its small operand to nothing. One waits before that, one may call cuBLAS."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -38,6 +39,8 @@ class Calls:
 
         def enqueue(stream: int, small: Sequence[Tensor] | None = None) -> None:
             with torch.cuda.stream(torch.cuda.ExternalStream(stream, self.device)):
+                if plan == 0:
+                    torch.cuda._sleep(HELD)
                 if cublas:
                     torch.mm(self.one, self.one, out=self.product)
                 torch.add(own if small is None else small[0], 0, out=self.outs[plan])
@@ -53,9 +56,8 @@ def run(cublas: bool) -> dict[str, object]:
         calls.make(0, value)
     calls.make(1, 3.0, cublas)
     torch.cuda.synchronize()
-    torch.cuda._sleep(HELD)
     calls.make(0, 4.0)
-    time.sleep(0.01)
+    time.sleep(0.02)
     calls.make(1, 5.0, cublas)
     waits = not torch.cuda.current_stream().query()
     torch.cuda.synchronize()

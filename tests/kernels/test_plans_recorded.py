@@ -258,6 +258,7 @@ def test_other_memory_of_a_scatter_is_enqueued_anew(implementation: str, recordi
         plan.tensors = lambda *args, made=made: made  # type: ignore[method-assign]
         plan.run(call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.added)
         assert len(recording.recordings) == (number > 0)
+    assert len({made.addresses() for made in calls}) == len(calls) - 1
 
 
 def test_small_operands_are_put_in_their_places() -> None:

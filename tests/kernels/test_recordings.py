@@ -286,7 +286,7 @@ class Library:
     """libcuda, as far as graphs go. `codes` are what functions give; 0 where nothing is said.
 
     nodes: numbers 1, 2, ... of every graph: kinds, and of copies and memory that is set how many rows they have; of
-    copies then from where, and to where.
+    copies then from where, to where, and words that are 1.
     """
 
     def __init__(self, nodes: Sequence[tuple[int, ...]] = (), **codes: int) -> None:
@@ -324,7 +324,9 @@ class Library:
             given._obj[:] = [*range(22), 64, rows, 1]
             if addresses:
                 given._obj[:15] = [0] * 15
-                given._obj[driver._FROM], given._obj[driver._TO] = addresses
+                given._obj[driver._FROM], given._obj[driver._TO], *offsets = addresses
+                for word in offsets:
+                    given._obj[word] = 1
         elif name == "cuGraphMemsetNodeGetParams":
             given._obj[:] = [*range(4), rows]
         else:
@@ -444,15 +446,23 @@ def test_copies_are_told_where_from(library: Callable[..., Library]) -> None:
 
 
 @pytest.mark.parametrize(
-    "copies", [[(400, 301)], [(401, 300)], [(400, 300), (400, 300)], [(17, 6)]],
-    ids=["from elsewhere", "to elsewhere", "twice", "at an offset"],
+    "copies", [[(400, 301)], [(401, 300)], [(400, 300), (400, 300)], [(402, 302)], [(403, 303)]],
+    ids=["from elsewhere", "to elsewhere", "twice", "from an offset", "to an offset"],
 )  # fmt: skip
 def test_what_cannot_be_followed_is_not_known(copies: list[tuple[int, int]], library: Callable[..., Library]) -> None:
-    library(nodes=(COPY, (1, 1, 300, 400)))
+    library(nodes=(COPY, (1, 1, 300, 400), (1, 1, 302, 402, 0), (1, 1, 303, 403, 14), SET))
     graph = driver.Graph(11)
+    assert graph.known
     graph.follow(copies)
     assert not graph.known
     assert not graph.follows
+
+
+def test_a_graph_that_is_not_known_stays_so(library: Callable[..., Library]) -> None:
+    library(nodes=((1, 1, 300, 400), (99, 0)))
+    graph = driver.Graph(11)
+    graph.follow([(400, 300)])
+    assert not graph.known
 
 
 @pytest.mark.parametrize("node", [(1, 2), (2, 2), (3, 0), (4, 0), (7, 0), (8, 0), (10, 0), (13, 0), (99, 0)])
@@ -513,8 +523,8 @@ def test_one_that_moves_is_copied_from_wherever_it_is(here: Recorder) -> None:
     assert len(kept) == 1
     stays = new()
     assert with_small(stays, here, 512, 512)[-1] == "launch"
-    assert with_small(stays, here, 1024, 2048, 512, 1024) == [
-        "enqueue", "record", "show 1 of 2048", "launch", "show 1", "launch", "show 1 of 1024", "launch",
+    assert with_small(stays, here, 1024, 1024, 512, 2048) == [
+        "record", *["show 1 of 1024", "launch"] * 2, "show 1", "launch", "show 1 of 2048", "launch",
     ]  # fmt: skip
     assert len(stays._ready) == 2, "an executable graph is updated to one of the same nodes"
 
@@ -546,6 +556,39 @@ def test_alignments_that_come_once_are_not_recorded(here: Recorder) -> None:
     kept = new()
     assert with_small(kept, here, *[4096 + 16 * n for n in range(16)]) == ["enqueue"] * 16
     assert with_small(kept, here, *[8192 + 16 * n for n in range(16)])[::3] == ["record"] * 16
+
+
+def test_without_room_for_another_recording_copies_go_on(here: Recorder) -> None:
+    kept = new()
+    with_small(kept, here, 512, 1024, *[2048] * recordings.SETTLED)
+    here.fails = "record"
+    assert with_small(kept, here, 2048) == ["show 1 of 2048", "launch"]
+
+
+def test_work_of_one_kernel_that_moves_is_recorded_late(here: Recorder) -> None:
+    kept, late = new(), recordings.OF_ONE_KERNEL
+    for n in range(late + 2):
+        kept.run(MAIN, Work(0, (1,), here.enqueue, small=[at(512 * (n + 1), 8)], patience=late), urgent=False)
+    first, second = (f"show 1 of {512 * (n + 1)}" for n in (late, late + 1))
+    assert here.events == [*["enqueue"] * late, "record", first, "launch", second, "launch"]
+
+
+@pytest.mark.parametrize("other", [(4,), (0,)], ids=["beside one that is near", "of nothing"])
+def test_one_that_cannot_be_copied_is_enough(other: tuple[int, ...], here: Recorder) -> None:
+    kept = new()
+    for place in (512, 1024, 512, 1024):
+        far = at(place, 4, 1)
+        far.stride = lambda: (100, 1)
+        small = [at(place, 8), at(place, *other) if other == (0,) else far]
+        kept.run(MAIN, Work(0, (1,), here.enqueue, small=small), urgent=False)
+    assert here.events == ["enqueue", "enqueue", "record", "show 1", "launch", "record", "show 2", "launch"]
+
+
+def test_what_is_forgotten_begins_anew(here: Recorder) -> None:
+    kept = new()
+    with_small(kept, here, 512)
+    kept.clear()
+    assert with_small(kept, here, 512) == ["enqueue"]
 
 
 def test_what_lies_far_apart_is_not_copied(here: Recorder) -> None:

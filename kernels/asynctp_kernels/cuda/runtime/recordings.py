@@ -153,17 +153,17 @@ class Recordings:
         times, stayed, last = self._seen.get(which, (0, 0, ()))
         stayed = stayed + 1 if last == at else 0
         settled = stayed >= SETTLED and len(self._kept) < self.most
+        if len(self._seen) >= SEEN * self.most:
+            self._seen.clear()
+        self._seen[which] = times + 1, stayed, at
         if times < work.patience or (copying is not None and not settled):
-            if len(self._seen) >= SEEN * self.most:
-                self._seen.clear()
-            self._seen[which] = times + 1, stayed, at
             return copying
-        moved = work.small if copying is None and last != at else ()
+        moved = work.small if last != at else ()
         made = self._recorded(work, urgent, moved)
         if made is not None:
             self._kept[which if moved else (key, at)] = made
-        if made is not None or work.plan in self._refused:
-            self._seen.pop(which, None)
+        elif work.plan in self._refused:
+            del self._seen[which]
         return made or copying
 
     def _recorded(self, work: Work, urgent: bool, moved: Sequence[Tensor]) -> gpu.Graph | None:
