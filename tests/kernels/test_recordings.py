@@ -121,6 +121,14 @@ def test_no_more_are_kept_than_asked_for(here: Recorder) -> None:
     assert calls(kept, here, (0, 1)) == ["enqueue"]
 
 
+def test_what_cannot_be_recorded_in_the_room_that_was_made_is_enqueued(here: Recorder) -> None:
+    kept = new(most=1)
+    calls(kept, here, (0, 1), (0, 1))
+    here.fails = "record"
+    assert calls(kept, here, *[(0, 3)] * (recordings.TURNED_AWAY + 3)) == ["enqueue"] * (recordings.TURNED_AWAY + 3)
+    assert (len(kept), kept._refused) == (0, {0})
+
+
 def test_a_program_that_goes_on_to_other_addresses_is_recorded_again(here: Recorder) -> None:
     kept = new(most=8)
     calls(kept, here, *[(0, address) for address in range(8) for _ in range(2)])

@@ -163,7 +163,7 @@ class Recordings:
         if made is not None:
             self._kept[which if moved else (key, at)] = made
         elif work.plan in self._refused:
-            del self._seen[which]
+            self._seen.pop(which, None)  # or it is gone already: all were forgotten, to make room
         return made or copying
 
     def _recorded(self, work: Work, urgent: bool, moved: Sequence[Tensor]) -> gpu.Graph | None:
