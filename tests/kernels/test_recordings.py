@@ -566,6 +566,14 @@ def test_alignments_that_come_once_are_not_recorded(here: Recorder) -> None:
     assert with_small(kept, here, *[8192 + 16 * n for n in range(16)])[::3] == ["record"] * 16
 
 
+def test_one_that_stays_for_some_calls_each_time_is_copied(here: Recorder) -> None:
+    """As a weight's scale, which every step makes anew, for all of its batches."""
+    kept = new()
+    places = [512 * (1 + step) for step in range(20) for _ in range(2 * recordings.SETTLED)]
+    assert with_small(kept, here, *places).count("record") == 3
+    assert with_small(kept, here, *[512 * 99] * (recordings.SETTLED**2 + 2))[-2:] == ["show 1", "launch"]
+
+
 def test_without_room_for_another_recording_copies_go_on(here: Recorder) -> None:
     kept = new()
     with_small(kept, here, 512, 1024, *[2048] * recordings.SETTLED)

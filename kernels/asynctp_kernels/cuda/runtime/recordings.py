@@ -46,6 +46,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -66,7 +67,8 @@ MAX_READY = 512  # executable graphs of one group
 SEEN, TURNED_AWAY = 2, 10
 #: the patience with work that is one kernel: a launch of a recording of it saves 15 us, and to record it takes 350
 OF_ONE_KERNEL = 16
-#: how often in a row small operands have to be where they were, until a call that copies them is recorded without
+#: how often in a row small operands have to be where they were, until a call that copies them is recorded without; and
+#: how many times as often the next time
 SETTLED = 4
 #: A place of a small operand has its address modulo this, by which cuBLAS chooses; and its strides.
 ALIGNMENT = 256
@@ -95,6 +97,22 @@ class Work(NamedTuple):
     patience: int = 1
 
 
+@dataclass(slots=True)
+class Seen:
+    """A call that came.
+
+    Attributes:
+        at: Where its small operands were last.
+        stayed, times: How often in a row they have been there again, and how often it came.
+        settled: How often in a row they have to, until it is recorded without copies.
+    """
+
+    at: tuple[int, ...]
+    stayed: int = -1
+    times: int = 0
+    settled: int = SETTLED
+
+
 class Recordings:
     """Those of one group's calls.
 
@@ -110,8 +128,7 @@ class Recordings:
         #: by the call, and where its small operands are; or, if it copies them, how these are aligned
         self._kept: dict[tuple[tuple[Any, ...], tuple[int, ...]], gpu.Graph] = {}
         self._ready: dict[Any, gpu.Executable] = {}
-        #: by the same: how often a call came, how often in a row its small operands stayed, and where they are
-        self._seen: dict[tuple[tuple[Any, ...], tuple[int, ...]], tuple[int, int, tuple[int, ...]]] = {}
+        self._seen: dict[tuple[tuple[Any, ...], tuple[int, ...]], Seen] = {}  # by the same
         self._refused: set[Any] = set()
         self._turned_away, self._told = 0, False
 
@@ -150,18 +167,20 @@ class Recordings:
         copying = self._kept.get(which)
         if copying is None and not all(map(_in_one_piece, work.small)):
             which = (key, at)  # they are never copied
-        times, stayed, last = self._seen.get(which, (0, 0, ()))
-        stayed = stayed + 1 if last == at else 0
-        settled = stayed >= SETTLED and len(self._kept) < self.most
-        if len(self._seen) >= SEEN * self.most:
-            self._seen.clear()
-        self._seen[which] = times + 1, stayed, at
-        if times < work.patience or (copying is not None and not settled):
+        if (seen := self._seen.get(which)) is None:
+            if len(self._seen) >= SEEN * self.most:
+                self._seen.clear()
+            seen = self._seen[which] = Seen(at)
+        seen.stayed = seen.stayed + 1 if seen.at == at else 0
+        moved, seen.at, seen.times = seen.at != at, at, seen.times + 1
+        settled = seen.stayed >= seen.settled and len(self._kept) < self.most
+        if seen.times <= work.patience or (copying is not None and not settled):
             return copying
-        moved = work.small if last != at else ()
-        made = self._recorded(work, urgent, moved)
+        made = self._recorded(work, urgent, work.small if moved else ())
         if made is not None:
             self._kept[which if moved else (key, at)] = made
+            if copying is not None:
+                seen.settled *= SETTLED  # where they stay for some calls only, copies cost less than recordings
         elif work.plan in self._refused:
             self._seen.pop(which, None)  # or it is gone already: all were forgotten, to make room
         return made or copying
