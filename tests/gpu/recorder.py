@@ -1,11 +1,10 @@
-"""To record a call leaves alone what launches under way read: one process, one GPU.
+"""Recording a call leaves alone what launches under way read: one process, one GPU.
 
     python tests/gpu/recorder.py
 
-A launch has copied its small operand and waits on the GPU, before it reads that, while another call is recorded: the
-first that calls cuBLAS, or one that takes the same memory, also in deterministic mode, where PyTorch fills what it
-makes. Prints one JSON line a case; ends with 1 if
-anything is wrong.
+A launch has copied its small operand, and waits on the GPU before it reads the copy. Meanwhile another call is
+recorded: the first one that calls cuBLAS, or one that takes the same memory. In deterministic mode PyTorch fills what
+it makes. Prints one JSON line a case; ends with 1 if anything is wrong.
 """
 
 from __future__ import annotations

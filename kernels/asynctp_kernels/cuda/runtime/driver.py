@@ -280,7 +280,7 @@ class Graph:
         return bool(self._followed)
 
     def follow(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Let `refresh` say where these come from: (to, from) of each. Not `known` if there is not one of each."""
+        """Let `refresh` say where these come from: (to, from) of each. Not `known` if one is not found exactly once."""
         found = {
             (params[_TO], params[_FROM]): params
             for _, _, params in self._moves

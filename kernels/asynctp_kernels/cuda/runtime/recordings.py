@@ -1,19 +1,19 @@
 """A call made again on the same addresses is one graph launch: what it enqueues is recorded, once, in a CUDA graph.
 
 A call of an op is a dozen or more driver calls, cuBLAS calls and kernel launches, which take the host 40 to 250 us; a
-launch of a graph of them takes 4 to 15. Programs that repeat themselves, as a training step does, get the same
+launch of a graph of them takes 4 to 20. Programs that repeat themselves, as a training step does, get the same
 addresses from PyTorch's allocator again and again. So the addresses of calls are remembered. What is seen for the
 second time is recorded, and from then on launched. The first call, a call on new addresses, and one inside a capture of
 the program's enqueue as ever: the same work, in the same order, to the same bits.
 
-Small tensors get new addresses for much longer than large ones, or for ever: they share what a few segments of memory
-have room for with all that a program keeps for another step, be it a loss (docs/explanation/whole-steps.md). So where
-a call comes again whose *small operands*, scales and biases, are elsewhere, it is recorded with places of its own for
-them. It begins with copies to there, and each launch is told from where. That takes the GPU 2 us an operand, so a call
-is recorded without once they stay.
+Small tensors get new addresses for dozens of steps longer than large ones: they share a few segments of memory with all
+that a program keeps for another step, be it a loss (docs/explanation/whole-steps.md). So where a call comes again whose
+*small operands*, scales and biases, are elsewhere, it is recorded with places of its own for them. It begins with
+copies to there, and each launch is told from where. They take the GPU some time, so once small operands stay, the call
+is recorded without.
 
-Recordings are kept on the host. On the GPU each plan has one executable graph, which some 100 KB of its memory go
-into, and which is brought up to date before each launch.
+Recordings are kept on the host. On the GPU each plan has one executable graph, or one for either kind. Some 100 KB of
+its memory go into each, and it is brought up to date before each launch.
 
 What makes a recording as sound as the call itself:
 
@@ -67,10 +67,10 @@ MAX_READY = 512  # executable graphs of one group
 SEEN, TURNED_AWAY = 2, 10
 #: the patience with work that is one kernel: a launch of a recording of it saves 15 us, and to record it takes 350
 OF_ONE_KERNEL = 16
-#: how often in a row small operands have to be where they were, until a call that copies them is recorded without; and
-#: how many times as often the next time
+#: how often in a row small operands have to be where they were, until a call that copies them is recorded without; the
+#: next time so many times as often
 SETTLED = 4
-#: A place of a small operand has its address modulo this, by which cuBLAS chooses; and its strides.
+#: A place of a small operand is aligned as that is, modulo this: cuBLAS chooses by it. Strides are the same, too.
 ALIGNMENT = 256
 T = TypeVar("T", bound=gpu.Graph)
 Enqueue = Callable[..., None]
