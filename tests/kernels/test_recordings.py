@@ -574,11 +574,17 @@ def test_one_that_stays_for_some_calls_each_time_is_copied(here: Recorder) -> No
     assert with_small(kept, here, *[512 * 99] * (recordings.SETTLED**2 + 2))[-2:] == ["show 1", "launch"]
 
 
-def test_without_room_for_another_recording_copies_go_on(here: Recorder) -> None:
-    kept = new()
-    with_small(kept, here, 512, 1024, *[2048] * recordings.SETTLED)
-    here.fails = "record"
-    assert with_small(kept, here, 2048) == ["show 1 of 2048", "launch"]
+@pytest.mark.parametrize("known", [True, False], ids=["it fails", "its graph is not known"])
+def test_copies_go_on_where_it_cannot_be_recorded_without(known: bool, here: Recorder) -> None:
+    """It is not tried again at once, and others of the plan are recorded."""
+    kept, first = new(), ["enqueue", "record", "show 1 of 1024", "launch"]
+    assert with_small(kept, here, 512, 1024) == first
+    here.fails, here.known = "record" if known else "", known
+    events = with_small(kept, here, *[2048] * 2 * recordings.SETTLED)
+    assert events.count("record") == (not known)
+    assert [event for event in events if event != "record"] == ["show 1 of 2048", "launch"] * 2 * recordings.SETTLED
+    here.fails, here.known = "", True
+    assert calls(kept, here, (0, 7), (0, 7)) == ["enqueue", "record", "show 1", "launch"]
 
 
 def test_work_of_one_kernel_that_moves_is_recorded_late(here: Recorder) -> None:

@@ -176,17 +176,17 @@ class Recordings:
         settled = seen.stayed >= seen.settled and len(self._kept) < self.most
         if seen.times <= work.patience or (copying is not None and not settled):
             return copying
-        made = self._recorded(work, urgent, work.small if moved else ())
+        made = self._recorded(work, urgent, work.small if moved else (), refuses=copying is None)
         if made is not None:
             self._kept[which if moved else (key, at)] = made
-            if copying is not None:
-                seen.settled *= SETTLED  # where they stay for some calls only, copies cost less than recordings
         elif work.plan in self._refused:
             self._seen.pop(which, None)  # or it is gone already: all were forgotten, to make room
+        if copying is not None:
+            seen.settled *= SETTLED  # where they stay for some calls only, copies cost less than recordings
         return made or copying
 
-    def _recorded(self, work: Work, urgent: bool, moved: Sequence[Tensor]) -> gpu.Graph | None:
-        """Record it, with copies of what has moved. None: that cannot be."""
+    def _recorded(self, work: Work, urgent: bool, moved: Sequence[Tensor], refuses: bool) -> gpu.Graph | None:
+        """Record it, with copies of what has moved. None: it cannot be; if it `refuses`, nor can others of its plan."""
         if (setting := gpu.unrecordable()) is not None:
             _say_unrecordable(setting)
             return None
@@ -196,15 +196,19 @@ class Recordings:
         try:
             graph = recorder(self.device).record(work.enqueue, work.cublas, urgent, moved)
         except Exception as error:
-            self._refuse(work.plan, error)
+            if refuses:
+                self._refuse(work.plan, error)
+            else:
+                log.info("small operands are still copied in calls of one shape: %s", error)
             return None
         finally:
             self.under_way = False
-        if not graph.known:
+        if graph.known:
+            return graph
+        if refuses:
             self._refused.add(work.plan)
             log.info("calls of one shape are made anew each time: a graph of them could not be brought up to date")
-            return None
-        return graph
+        return None
 
     def _room(self) -> bool:
         """Whether one more can be kept; who is turned away often enough gets room by all others' being forgotten."""
