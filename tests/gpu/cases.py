@@ -508,18 +508,7 @@ def run(case: Case, implementation: str) -> dict[str, object]:
             again = call(case, data)
             same &= all(torch.equal(_raw(x), _raw(y)) for x, y in zip(outs, again, strict=True))
             del again
-        for times in (1, 2, 0.5, 1):  # the first or second records copies of scales and biases, later ones bring theirs
-            moved = elsewhere(data)
-            # by a power of two nothing is rounded otherwise, but for subnormal numbers, which float16 has many of
-            exact = bool(case.scales) and data.added is None and torch.float16 not in (case.out_dtype, case.sum_dtype)
-            scaled = times if exact else 1
-            for of_b in (*moved.b_scales, *(each for each in moved.biases if each is not None)):
-                of_b.mul_(scaled)
-            again = call(case, moved)
-            matmuls = len(case.ns) if case.op == "gather" else 1
-            wanted = [out * scaled if i < matmuls else out for i, out in enumerate(outs)]  # not what is only gathered
-            same &= all(torch.equal(_raw(x), _raw(y)) for x, y in zip(wanted, again, strict=True))
-            del again
+        same &= same_elsewhere(case, data, outs)
         result["same bits"] = agree(same)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -664,6 +653,26 @@ def run_async(case: AsyncInput, implementation: str) -> dict[str, object]:
 
 def _raw(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def same_elsewhere(case: Case, data: Data, outs: list[Tensor]) -> bool:
+    """The same bits with scales, biases and numbers elsewhere; of other scales, so many times the results.
+
+    The first or second call records copies of these operands, later ones bring theirs. Times a power of two nothing is
+    rounded otherwise, but for subnormal numbers, which float16 has many of.
+    """
+    exact = bool(case.scales) and data.added is None and torch.float16 not in (case.out_dtype, case.sum_dtype)
+    matmuls = len(case.ns) if case.op == "gather" else 1  # not what is only gathered
+    same = True
+    for times in (1, 2, 0.5, 1) if exact else (1, 1, 1, 1):
+        moved = elsewhere(data)
+        for of_b in (*moved.b_scales, *(each for each in moved.biases if each is not None)):
+            of_b.mul_(times)
+        again = call(case, moved)
+        wanted = [out * times if i < matmuls else out for i, out in enumerate(outs)]
+        same &= all(torch.equal(_raw(x), _raw(y)) for x, y in zip(wanted, again, strict=True))
+        del again
+    return same
 
 
 def elsewhere(data: Data) -> Data:

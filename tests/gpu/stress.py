@@ -8,8 +8,8 @@ flight. Operands are small integers and scales powers of two, so every result is
 on the GPU, with what it must be; what is gathered or multiplied is written just before its call, over zeros. Half of
 the calls have copies of their scales, which lie elsewhere. Every thousand calls all communication memory is filled with
 NaN while nothing is in flight, and what the allocator has to spare is given back, so that other memory comes to lie
-where recorded calls had theirs. Prints one JSON line: `prepared` are the different calls, each of which was made
-`least` times or more; `recorded` calls were launches of what an earlier one had enqueued.
+where recorded calls had theirs. Prints one JSON line: `prepared` counts the different calls, and `least` says how
+often the rarest was made. `recorded` calls were launches of what an earlier one had enqueued.
 """
 
 from __future__ import annotations

@@ -511,7 +511,7 @@ def at(address: int, *sizes: int) -> Any:
 
 
 def with_small(kept: Recordings, here: Recorder, *places: int, sizes: tuple[int, ...] = (8,)) -> list[str]:
-    """What calls do whose small operand is there."""
+    """The events of calls with a small operand at each of these addresses."""
     here.events.clear()
     for place in places:
         kept.run(MAIN, Work(0, (1,), here.enqueue, small=[at(place, *sizes)]), urgent=False)
@@ -628,7 +628,7 @@ def test_what_lies_far_apart_is_not_copied(here: Recorder) -> None:
 
 
 def test_places_hold_what_they_are_given() -> None:
-    """Of any strides and alignment, each its own."""
+    """For operands of any strides and alignment."""
     whole = torch.arange(1000.0)
     for small in (whole[3:17], whole[5:29].view(4, 6).t(), whole[7:8].expand(9, 1), whole[:0], whole[40:80:2]):
         (size,) = rooms_for([small])

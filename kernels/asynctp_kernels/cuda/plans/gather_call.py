@@ -205,8 +205,8 @@ class GatherTensors(NamedTuple):
 
     def small(self) -> list[Tensor]:
         """Scales, numbers that travel, biases."""
-        _, a_scale, _, b_scales, biases, numbers, _, _, _ = self
-        tensors = (a_scale, None if numbers is a_scale else numbers, *b_scales, *biases)
+        numbers = None if self.numbers is self.a_scale else self.numbers
+        tensors = (self.a_scale, numbers, *self.b_scales, *self.biases)
         return [tensor for tensor in tensors if tensor is not None]
 
     def with_small(self, small: Sequence[Tensor]) -> GatherTensors:

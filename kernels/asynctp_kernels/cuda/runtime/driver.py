@@ -276,7 +276,7 @@ class Graph:
 
     @property
     def follows(self) -> bool:
-        """There are copies of which each launch says where they come from."""
+        """Each launch sets the source addresses of some copies."""
         return bool(self._followed)
 
     def follow(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -284,7 +284,7 @@ class Graph:
         found = {
             (params[_TO], params[_FROM]): params
             for _, _, params in self._moves
-            if len(params) == _COPY_WORDS and not any(params[:4]) and not any(params[11:15])
+            if len(params) == _COPY_WORDS and not any(params[word] for word in _OFFSETS)
         }
         self.known &= len(dict(copies)) == len(copies) and all(copy in found for copy in copies)
         self._followed = [found[copy] for copy in copies] if self.known else []
@@ -301,8 +301,9 @@ class Graph:
         library().cuGraphDestroy(self.handle)  # at the end of a program there may be nothing left to destroy
 
 
-#: words of CUDA_MEMCPY3D: the addresses; before each there are four words of offsets, and two more
+#: words of CUDA_MEMCPY3D: addresses, and offsets (x, y, z, level of detail) of both
 _FROM, _TO = 6, 17
+_OFFSETS = (0, 1, 2, 3, 11, 12, 13, 14)
 #: kinds of nodes that hold memory: whose parameters, how many words these have, and what the last ones are for one
 #: range of bytes (CUDA_MEMCPY3D: rows, slices; CUDA_MEMSET_NODE_PARAMS: rows)
 _COPY_WORDS = 25

@@ -65,16 +65,17 @@ MAX_READY = 512  # executable graphs of one group
 #: for each recording that is kept: addresses of calls that are remembered, and calls that are turned away for want of
 #: room until all are forgotten to make some
 SEEN, TURNED_AWAY = 2, 10
-#: the patience with work that is one kernel: a launch of a recording of it saves 15 us, and to record it takes 350
+#: the patience with work that is one kernel: a launch of a recording of it saves 5 to 27 us, and to record it takes 360
+#: to 400. Source: docs/results/2026-11-28-h200x2/calls-16-rowwise-base.jsonl
 OF_ONE_KERNEL = 16
-#: how often in a row small operands have to be where they were, until a call that copies them is recorded without; the
-#: next time so many times as often
+#: after so many calls in a row whose small operands stay, a call that copies them is recorded without copies; then the
+#: number grows by this factor
 SETTLED = 4
 #: A place of a small operand is aligned as that is, modulo this: cuBLAS chooses by it. Strides are the same, too.
 ALIGNMENT = 256
 T = TypeVar("T", bound=gpu.Graph)
 Enqueue = Callable[..., None]
-"""Does a call's work on the stream that it is called with; then come its small operands, where these are copies."""
+"""Enqueues a call's work. Arguments: the stream, and copies of its small operands if it has to read these instead."""
 
 
 class Work(NamedTuple):
@@ -103,14 +104,21 @@ class Seen:
 
     Attributes:
         at: Where its small operands were last.
-        stayed, times: How often in a row they have been there again, and how often it came.
-        settled: How often in a row they have to, until it is recorded without copies.
+        stayed: How many calls in a row they have been there again. times: How many calls there were.
+        settled: How many they have to stay, until it is recorded without copies.
     """
 
     at: tuple[int, ...]
     stayed: int = -1
     times: int = 0
     settled: int = SETTLED
+
+    def comes(self, at: tuple[int, ...]) -> bool:
+        """Count a call; whether its small operands have moved."""
+        moved = self.at != at
+        self.stayed = 0 if moved else self.stayed + 1
+        self.at, self.times = at, self.times + 1
+        return moved
 
 
 class Recordings:
@@ -125,10 +133,10 @@ class Recordings:
     def __init__(self, device: torch.device) -> None:
         self.device, self.most, self.under_way = device, 0 if driver.IN_ORDER else _most(), False
         self.launched = 0
-        #: by the call, and where its small operands are; or, if it copies them, how these are aligned
+        #: keys: the call, and addresses of its small operands; or their alignments, if the recording copies them
         self._kept: dict[tuple[tuple[Any, ...], tuple[int, ...]], gpu.Graph] = {}
         self._ready: dict[Any, gpu.Executable] = {}
-        self._seen: dict[tuple[tuple[Any, ...], tuple[int, ...]], Seen] = {}  # by the same
+        self._seen: dict[tuple[tuple[Any, ...], tuple[int, ...]], Seen] = {}  # keys as in `_kept`
         self._refused: set[Any] = set()
         self._turned_away, self._told = 0, False
 
@@ -139,7 +147,7 @@ class Recordings:
             return
         key = (work.plan, *work.addresses, *(matmul_settings() if work.cublas else ()))
         at = tuple([operand.data_ptr() for operand in work.small])
-        found = self._kept.get((key, at)) or self._with_copies(key, at, work, urgent)
+        found = self._kept.get((key, at)) or self._copying_or_new(key, at, work, urgent)
         ready = None if found is None else self._shown(work.plan, found, at)
         if ready is None:
             work.enqueue(stream)
@@ -161,7 +169,7 @@ class Recordings:
         self._ready[which] = ready  # the last one is the last used
         return ready
 
-    def _with_copies(self, key: tuple[Any, ...], at: tuple[int, ...], work: Work, urgent: bool) -> gpu.Graph | None:
+    def _copying_or_new(self, key: tuple[Any, ...], at: tuple[int, ...], work: Work, urgent: bool) -> gpu.Graph | None:
         """The recording that copies small operands, or a new one of either kind if it is time. None: enqueue."""
         which = (key, _alignments(at))
         copying = self._kept.get(which)
@@ -171,8 +179,7 @@ class Recordings:
             if len(self._seen) >= SEEN * self.most:
                 self._seen.clear()
             seen = self._seen[which] = Seen(at)
-        seen.stayed = seen.stayed + 1 if seen.at == at else 0
-        moved, seen.at, seen.times = seen.at != at, at, seen.times + 1
+        moved = seen.comes(at)
         settled = seen.stayed >= seen.settled and len(self._kept) < self.most
         if seen.times <= work.patience or (copying is not None and not settled):
             return copying
@@ -239,7 +246,7 @@ class Recordings:
 
 
 def _alignments(addresses: Sequence[int]) -> tuple[int, ...]:
-    """None of these is an address."""
+    """Addresses modulo `ALIGNMENT`. No address is as small, so a key with these is none with addresses."""
     return tuple([address % ALIGNMENT for address in addresses])
 
 
@@ -303,19 +310,18 @@ class Recorder:
     def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> gpu.Graph:
         """Record what `enqueue` enqueues on a stream of the recorder's, and on those that join it.
 
-        small: operands of which it gets copies, in rooms from this recorder's pool.
+        small: operands that the recording copies to rooms in this recorder's pool, and reads there.
         """
-        return self._thread.submit(self._record, [enqueue], cublas, urgent, list(small)).result()
+        return self._thread.submit(self._record, [(enqueue, small)], cublas, urgent).result()
 
-    def _record(self, only: list[Enqueue], cublas: bool, urgent: bool, small: list[Tensor]) -> gpu.Graph:
-        """`only`, `small`: emptied here, so that nothing keeps the call's tensors longer."""
-        enqueue, operands = only.pop(), small.copy()
-        small.clear()
+    def _record(self, only: list[tuple[Enqueue, Sequence[Tensor]]], cublas: bool, urgent: bool) -> gpu.Graph:
+        """`only`: emptied here, so that nothing keeps the call's tensors longer."""
+        enqueue, small = only.pop()
         try:
-            return self._captured(enqueue, cublas, self._streams[urgent], operands)
+            return self._captured(enqueue, cublas, self._streams[urgent], small)
         except torch.OutOfMemoryError:  # the allocator does not give back what it keeps for want of memory in a pool
             torch.cuda.empty_cache()
-            return self._captured(enqueue, cublas, self._streams[urgent], operands)
+            return self._captured(enqueue, cublas, self._streams[urgent], small)
 
     def _captured(
         self, enqueue: Enqueue, cublas: bool, stream: torch.cuda.Stream, small: Sequence[Tensor]
