@@ -75,6 +75,8 @@ def meet(key: str, deviations: str, group_name: str) -> None:
     peers = compat.peers_of(group_name)
     if peers is None:
         return
+    if peers.life is None:
+        raise _no_store(group_name, deviations, "it does not say which of its groups this is")
     with _lock:
         own = _meetings.setdefault(peers.group, {}).setdefault(key, _Meetings())
     at = f"asynctp/{peers.life}/meet/{key}"
@@ -84,8 +86,6 @@ def meet(key: str, deviations: str, group_name: str) -> None:
         own.number += 1
         left = f"rank {peers.rank} left"
         try:
-            if peers.life is None:
-                raise RuntimeError("it does not say which of its groups this is")
             peers.store.set(f"{place}/{peers.rank}", "")
             came = _wait(peers, place, start, deviations, group_name)
             outcome = peers.store.compare_set(f"{place}/outcome", "", _MET if came else left).decode()
@@ -94,12 +94,7 @@ def meet(key: str, deviations: str, group_name: str) -> None:
                 if peers.store.compare_set(f"{place}/outcome", "", left).decode() == _MET:
                     own.number -= 1
             if isinstance(error, RuntimeError | OSError):
-                raise DisagreementError(
-                    f"asynctp: the store of group {group_name!r} failed, where ranks meet before a graph for which "
-                    f"all have agreed to {deviations}: {' '.join(str(error).split())[:200]}. The process that serves "
-                    "the store may have ended, often that of rank 0 or torchrun's. This rank has sent nothing. "
-                    "Remedy: restart all ranks; Config(deviate=False) meets nobody"
-                ) from error
+                raise _no_store(group_name, deviations, str(error)) from error
             raise
         met = outcome == _MET
         if not (came or met):
@@ -116,6 +111,15 @@ def meet(key: str, deviations: str, group_name: str) -> None:
             if peers.rank == peers.ranks[0]:
                 peers.store.delete_key(f"{at}/{number}/outcome")
     own.posted = own.number - 1
+
+
+def _no_store(group_name: str, deviations: str, cause: str) -> DisagreementError:
+    return DisagreementError(
+        f"asynctp: the store of group {group_name!r} failed, where ranks meet before a graph for which all have agreed "
+        f"to {deviations}: {' '.join(cause.split())[:200]}. The process that serves the store may have ended, often "
+        "that of rank 0 or torchrun's. This rank has sent nothing. Remedy: restart all ranks; Config(deviate=False) "
+        "meets nobody"
+    )
 
 
 def _wait(peers: compat.Peers, at: str, start: float, deviations: str, group_name: str) -> bool:

@@ -45,6 +45,16 @@ def with_options(program: Callable[..., Any], **options: Any) -> Callable[..., A
     return torch.compile(program, backend="asynctp", options={**QUIET, **options})
 
 
+# --- the store ------------------------------------------------------------------------------------------------------
+def test_a_group_whose_life_is_not_known_meets_nobody_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    peers = compat.Peers(0, (0, 1), store, object(), life=None)
+    monkeypatch.setattr(compat, "peers_of", lambda name: peers)
+    with pytest.raises(DisagreementError, match="the store of group 'tp' failed"):
+        meeting.meet("key", "drop: [0]", "tp")
+    assert store.num_keys() == 0
+
+
 # --- on ranks --------------------------------------------------------------------------------------------------
 def unlike(rank: int, world_size: int) -> tuple[list[bool], str]:
     """All ranks compile both graphs; then each runs another one. The rank that would send one sum runs it eagerly."""
