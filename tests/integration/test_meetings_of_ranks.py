@@ -48,7 +48,7 @@ def with_options(program: Callable[..., Any], **options: Any) -> Callable[..., A
 # --- the store ------------------------------------------------------------------------------------------------------
 def test_a_group_whose_life_is_not_known_meets_nobody_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    peers = compat.Peers(0, (0, 1), store, object(), life=None)
+    peers = compat.Peers(0, (0, 1), store, mock.Mock(), life=None)
     monkeypatch.setattr(compat, "peers_of", lambda name: peers)
     with pytest.raises(DisagreementError, match="the store of group 'tp' failed"):
         meeting.meet("key", "drop: [0]", "tp")
