@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -392,13 +393,21 @@ def size_mistake(options: argparse.Namespace, ranks: int) -> str:
 def _start_ranks(module: str, ranks: int, arguments: Sequence[str], cpu: bool = False) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if cpu else None
-    launcher = subprocess.Popen([*command, "-m", module, *arguments], env=environment)
-    try:
-        return launcher.wait()
-    except BaseException:
-        launcher.terminate()  # and not kill: it ends its ranks
-        launcher.wait()
-        raise
+    launchers: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        launchers.append(subprocess.Popen([*command, "-m", module, *arguments], env=environment))
+
+    with ThreadPoolExecutor(1) as starter:  # a signal is raised in this thread: not where the launcher is not known yet
+        try:
+            starter.submit(start).result()
+            return launchers[0].wait()
+        except BaseException:
+            starter.shutdown()
+            for launcher in launchers:
+                launcher.terminate()  # and not kill: it ends its ranks
+                launcher.wait()
+            raise
 
 
 def _measure(options: argparse.Namespace, ranks: int) -> int:

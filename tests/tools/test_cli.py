@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
 from asynctp_passes.reporting.report import Remark, Report
-from asynctp_passes.tools import reason_programs
+from asynctp_passes.tools import cli, reason_programs
 from asynctp_passes.tools.cli import main
 
 REMARK = Remark("FUSED", "all_gather_matmul", "gather", nodes=("gather", "mm"), op="asynctp::all_gather_matmul")
@@ -105,6 +107,31 @@ trap '' INT  # of the terminal, which gives a launcher of its own to end its ran
 echo started >> {log}
 while :; do sleep 0.1; done
 """
+
+
+def test_an_interrupt_while_the_ranks_are_started_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    class Interrupted:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+
+        def terminate(self) -> None:
+            ended.append("terminated")
+
+        def wait(self) -> int:
+            ended.append("awaited")
+            return 0
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background may be deaf to it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cli._start_ranks("asynctp_passes.tools.bench", 2, [])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == ["terminated", "awaited"]
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
