@@ -102,7 +102,7 @@ def draw(curves: dict[str, dict[int, float]], path: Path, title: str) -> bool:
     axis.set(xlabel="step", ylabel="loss (nats per byte)")
     axis.set_title(title, fontsize=9, wrap=True)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=min(4, len(curves)), frameon=False)
+    figure.legend(loc="outside lower center", ncols=min(2, len(curves)), frameon=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -393,21 +392,31 @@ def size_mistake(options: argparse.Namespace, ranks: int) -> str:
 def _start_ranks(module: str, ranks: int, arguments: Sequence[str], cpu: bool = False) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if cpu else None
-    launchers: list[subprocess.Popen[bytes]] = []
+    launcher = None
+    try:
+        with _signals_held():
+            launcher = subprocess.Popen([*command, "-m", module, *arguments], env=environment)
+        return launcher.wait()
+    except BaseException:
+        if launcher is not None:
+            launcher.terminate()  # and not kill: it ends its ranks
+            launcher.wait()
+        raise
 
-    def start() -> None:
-        launchers.append(subprocess.Popen([*command, "-m", module, *arguments], env=environment))
 
-    with ThreadPoolExecutor(1) as starter:  # a signal is raised in this thread: not where the launcher is not known yet
-        try:
-            starter.submit(start).result()
-            return launchers[0].wait()
-        except BaseException:
-            starter.shutdown()
-            for launcher in launchers:
-                launcher.terminate()  # and not kill: it ends its ranks
-                launcher.wait()
-            raise
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """What ends a command comes at the end of this. A child that is started here is as deaf to it as this process."""
+    came: list[int] = []
+    heard = [one for one in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, lambda number, frame: came.append(number)) for one in heard}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    for number in came:
+        signal.raise_signal(number)
 
 
 def _measure(options: argparse.Namespace, ranks: int) -> int:
