@@ -624,6 +624,28 @@ def recompute_tag(node: fx.Node) -> Any:
     return node.meta.get(_RECOMPUTE)
 
 
+def may_be_recomputed(node: fx.Node) -> bool:
+    """Whether the partitioner may compute a node of a forward again in the backward; True where that is not known."""
+    import torch._functorch.config as config
+
+    cautious = config.ban_recompute_not_in_allowlist and not config.aggressive_recomputation
+    if not cautious or config.activation_memory_budget != 1 or recompute_tag(node) is not None:
+        return True
+    return _recomputable(node)
+
+
+@functools.cache
+def _recomputable_ops() -> Any:
+    from torch._functorch import partitioners
+
+    return getattr(partitioners, "get_default_op_list", lambda: None)()
+
+
+def _recomputable(node: fx.Node) -> bool:
+    ops = _recomputable_ops()
+    return ops is None or bool(ops.is_recomputable(node))
+
+
 def is_saved(node: fx.Node) -> bool:
     """True for a node of a joint graph that activation checkpointing saves for the backward."""
     from torch.utils.checkpoint import CheckpointPolicy
