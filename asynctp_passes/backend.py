@@ -172,7 +172,8 @@ class AsyncTPPass(_OwnPass):
             _send_with_cache_entry(report)
         _publish(report, self.config, before, graph, names=self.names)
         if report.phase == "backward":
-            picture.warn_of_nothing(self.config, backward=True)
+            with contained("tell where nothing is fused"):
+                picture.warn_of_nothing(self.config, backward=True)
         return report
 
 
@@ -258,7 +259,8 @@ def compile_graph(
     patches = with_passes(patches, ours)
     found = list[Report]()
     border = Border(gm)
-    picture.note_function(any(map(compat.is_distributed_tensor, border.tensors.values())))
+    with contained("keep the picture of the process"):
+        picture.note_function(any(map(compat.is_distributed_tensor, border.tensors.values())))
 
     def all_stand(whole: bool, again: bool) -> bool:
         cached: list[Report] = []
@@ -291,7 +293,8 @@ def compile_graph(
             _publish(across, config, across=True, raised=True)
             raise
         _publish(across, config, across=True)
-    picture.warn_of_nothing(config)
+    with contained("tell where nothing is fused"):
+        picture.warn_of_nothing(config)
     return border.marking(compiled, forward)
 
 
@@ -456,7 +459,8 @@ def _publish(
 
     across: It is of chains that lie in two graphs. raised: An error has its text, so the log need not.
     """
-    picture.note(report, across)
+    with contained("keep the picture of the process"):
+        picture.note(report, across)
     if not report.remarks and not report.internal_errors:
         return
     with _lock:

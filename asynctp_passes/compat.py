@@ -568,6 +568,11 @@ def graph_break_of(gm: fx.GraphModule) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}: {first}" if frames else first
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """False for a tensor without memory that can be known again, as a sparse one, or one in oneDNN's layout."""
+    return torch._C._has_storage(_local(tensor))
+
+
 def is_distributed_tensor(tensor: torch.Tensor) -> bool:
     """True for a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")

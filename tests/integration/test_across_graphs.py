@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import asynctp_passes
-from asynctp_passes import ExpectError, Remark, StrictError, backend
+from asynctp_passes import ExpectError, Remark, StrictError, backend, compat
 
 Program = Callable[..., Any]
 OFF = {"strict": "off"}
@@ -243,6 +243,63 @@ def test_a_tensor_that_is_changed_between_two_graphs(change: Callable[[Tensor], 
     change(h)
     compiled(lambda h: h @ W, strict="zero")(h)
     assert missed() == []
+
+
+@pytest.mark.parametrize("change", [lambda h: h.copy_(torch.ones(8, 16)), lambda h: None])
+def test_a_tensor_whose_changes_nobody_counts(change: Callable[[Tensor], object]) -> None:
+    """Tensors of inference mode have no version; what lies between two functions may have changed them."""
+    with torch.inference_mode():
+        h = compiled(gathered)(X)
+        change(h)
+        compiled(lambda h: h @ W, strict="zero")(h)
+    assert missed() == []
+
+
+def test_a_graph_break_in_inference_mode() -> None:
+    with torch.inference_mode():
+        compiled(gather_break_matmul)(X)
+    assert [remark.name for remark in missed()] == ["MATMUL_IN_ANOTHER_GRAPH"]
+
+
+# --- bookkeeping ends no program ----------------------------------------------------------------------------------
+@torch.library.custom_op("asynctp_test::plain_sum", mutates_args=())
+def plain_sum(x: Tensor) -> Tensor:
+    """The sum of a tensor in any layout."""
+    return x.to_dense().sum()
+
+
+@plain_sum.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(())
+
+
+def test_a_tensor_without_storage_is_no_half(caplog: pytest.LogCaptureFixture) -> None:
+    """A function may take one, or return one, in oneDNN's layout or sparse."""
+    h, opaque = compiled(gathered)(X), torch.ones(4, 4).to_mkldnn()
+    y = compiled(lambda h, opaque: h @ W + plain_sum(opaque))(h, opaque)
+    assert torch.equal(y, h @ W + 16)
+    assert [remark.name for remark in missed()] == ["MATMUL_IN_ANOTHER_GRAPH"]
+    assert "internal error" not in caplog.text
+
+
+@pytest.mark.usefixtures("internal_errors")
+@pytest.mark.parametrize("failing", ["given_tensors", "graph_break_of", "Storage", "is_precompiled"])
+def test_an_error_of_the_bookkeeping_ends_nothing(
+    failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While a function is compiled, and while it runs."""
+
+    def fails(*_: Any) -> Any:
+        raise NotImplementedError("nobody foresaw this")
+
+    h = compiled(gathered)(X)
+    monkeypatch.setattr(compat, failing, fails)
+    torch._dynamo.reset()
+    with caplog.at_level(logging.ERROR, "asynctp_passes"):
+        assert torch.equal(compiled(gathered)(X), h)
+        assert torch.equal(compiled(lambda h: h @ W)(h), h @ W)
+    assert "internal error ATP901" in caplog.text
+    assert "NotImplementedError: nobody foresaw this" in caplog.text
 
 
 # --- nothing to fuse ----------------------------------------------------------------------------------------------
