@@ -600,6 +600,13 @@ def graph_break_of(gm: fx.GraphModule) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}: {first}" if frames else first
 
 
+def is_cut_for_ddp() -> bool:
+    """True while pieces are compiled into which Dynamo has cut a graph for DistributedDataParallel."""
+    from torch._guards import TracingContext
+
+    return getattr(TracingContext.try_get(), "ddp_optimizer_ctx", None) is not None
+
+
 def has_storage(tensor: torch.Tensor) -> bool:
     """False for a tensor without memory that can be known again, as a sparse one, or one in oneDNN's layout."""
     return torch._C._has_storage(_local(tensor))

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from compiled_training import GATHERS_ALONG_ANY, pair_in_one_process
 from torch import Tensor, nn
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch.distributed import _functional_collectives as functional
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -259,6 +261,34 @@ def test_a_graph_break_in_inference_mode() -> None:
     with torch.inference_mode():
         compiled(gather_break_matmul)(X)
     assert [remark.name for remark in missed()] == ["MATMUL_IN_ANOTHER_GRAPH"]
+
+
+class GatherBeforeLinear(nn.Module):
+    """A gather whose matmul's weight is in the next bucket of DistributedDataParallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(16)), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(functional.all_gather_tensor_autograd(x * self.scale, 0, dist.group.WORLD)).relu()
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_chain_that_is_cut_for_ddp_has_a_remedy(cut: bool) -> None:
+    """Its pieces are compiled before the first call, so that nobody sees which tensor the second one takes."""
+
+    def compiler(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return backend.asynctp(gm, inputs, options=OFF)
+
+    optimizer = DDPOptimizer(bucket_bytes_cap=10, backend_compile_fn=compiler, first_bucket_cap=10)
+    model = torch.compile(GatherBeforeLinear(), backend=optimizer.compile_fn if cut else compiler)
+    model(X).sum().backward()
+    remarks = {report.phase: report.remarks for report in asynctp_passes.reports() if report.remarks}
+    assert list(remarks) == ["forward", "backward"]
+    for found in remarks.values():
+        assert [one.outcome for one in found] == ["SKIPPED" if cut else "FUSED"]
+        assert ["set torch._dynamo.config.optimize_ddp = False" in one.hint for one in found] == [cut]
 
 
 # --- bookkeeping ends no program ----------------------------------------------------------------------------------
