@@ -126,6 +126,21 @@ def test_a_graph_from_the_cache_tells_it_too(monkeypatch: pytest.MonkeyPatch) ->
     assert [remark.name for remark in missed()] == ["MATMUL_IN_ANOTHER_GRAPH"]
 
 
+def test_a_function_with_branches_of_its_own() -> None:
+    """The graphs of a `torch.cond` are compiled before the one around them, whose border it is."""
+
+    def program(flag: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return gathered(x), torch.cond(flag, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    for _ in range(2):  # then from the cache
+        torch._dynamo.reset()
+        asynctp_passes.clear_reports()
+        with torch.no_grad():
+            h, _ = compiled(program)(torch.tensor(True), X)
+            compiled(lambda h: h @ W)(h)
+        assert [remark.name for remark in missed()] == ["MATMUL_IN_ANOTHER_GRAPH"]
+
+
 def test_modules_that_are_compiled_one_by_one() -> None:
     """What is between them in eager mode may view the tensor."""
     up, down = compiled(nn.Linear(16, 8)), compiled(scattered)
