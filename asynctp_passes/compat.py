@@ -417,8 +417,9 @@ def route_inductor(
     from torch._inductor import config
 
     original, inner = module.compile_fx, module.compile_fx_inner
-    whole, one = module._compile_fx_main, module._compile_fx_inner
-    signature, signature_of_whole, active = inspect.signature(original), inspect.signature(whole), True
+    whole: Any = getattr(module, "_compile_fx_main", None)
+    one: Any = getattr(module, "_compile_fx_inner", None)
+    signature, active = inspect.signature(original), True
 
     @functools.wraps(original)
     def compile_fx(*args: Any, **kwargs: Any) -> Any:
@@ -439,23 +440,26 @@ def route_inductor(
     def is_covered() -> bool:
         return not active or not _routed.get() or has_passes() or leave_alone({})
 
-    @functools.wraps(whole)
     def compile_whole(*args: Any, **kwargs: Any) -> Any:
         if is_covered():
             return whole(*args, **kwargs)
-        given, patches = signature_of_whole.bind(*args, **kwargs), add_passes({})
+        given, patches = inspect.signature(whole).bind(*args, **kwargs), add_passes({})
         given.arguments["inner_compile"] = config.patch(patches)(given.arguments["inner_compile"])  # for the backward
         with config.patch(patches):
             return whole(*given.args, **given.kwargs)
 
-    @functools.wraps(one)
     def compile_one(*args: Any, **kwargs: Any) -> Any:
         if is_covered():
             return one(*args, **kwargs)
         with config.patch(add_passes({})):
             return one(*args, **kwargs)
 
-    routes = {"compile_fx": compile_fx, "_compile_fx_main": compile_whole, "_compile_fx_inner": compile_one}
+    routes: dict[str, Any] = {"compile_fx": compile_fx}
+    if whole is not None and one is not None:  # both, or another version's backends are not reached
+        routes |= {
+            "_compile_fx_main": functools.wraps(whole)(compile_whole),
+            "_compile_fx_inner": functools.wraps(one)(compile_one),
+        }
     originals = {name: getattr(module, name) for name in routes}
 
     def end() -> None:
