@@ -386,7 +386,8 @@ def _send_with_cache_entry(report: Report) -> None:
 def _publish_cached(config: Config | None, *, compiling: bool, named: bool = True) -> list[Report]:
     """Publish the reports of `_read_cached`, and return them. config: names the sinks; None keeps the reports only."""
     replayed = _read_cached(compiling=compiling, named=named)
-    _publish_all(replayed, config)
+    for report in replayed:
+        _publish(report, config, strayed=not named)
     return replayed
 
 
@@ -451,12 +452,14 @@ def _publish(
     names: graph_page.Names | None = None,
     across: bool = False,
     raised: bool = False,
+    strayed: bool = False,
 ) -> None:
     """Keep the report, and send it to the log, the trace, the file and the page that the configuration names.
 
-    across: It is of chains that lie in two graphs. raised: An error has its text, so the log need not.
+    across: It is of chains that lie in two graphs. raised: An error has its text, so the log need not. strayed: It came
+    from the cache, and the compile under way may be another one.
     """
-    picture.note(report, across)
+    picture.note(report, across, raised=raised, strayed=strayed)
     if not report.remarks and not report.internal_errors:
         return
     with _lock:

@@ -872,6 +872,26 @@ def _compile_id() -> Any:
     return CompileContext.current_compile_id()
 
 
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count()
+
+
+def compile_under_way() -> tuple[int, int] | None:
+    """The number of Dynamo's compile under way, and of its attempt at that; None outside one.
+
+    All graphs into which torch cuts one function have the same numbers, and a backward that is compiled later has its
+    forward's. Dynamo's own name of a compile comes again after `torch._dynamo.reset()`, and this number does not.
+    """
+    from torch._guards import CompileContext
+
+    context = CompileContext.try_get()
+    if context is None or context.compile_id is None:
+        return None
+    if context not in _numbers:
+        _numbers[context] = next(_next_number)
+    return _numbers[context], context.attempt
+
+
 def compile_name() -> str:
     """The name of the compile under way (`"graph 0/0"`), or `"graph"` outside one."""
     compile_id = _compile_id()

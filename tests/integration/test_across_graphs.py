@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import asynctp_passes
-from asynctp_passes import ExpectError, Remark, StrictError, backend
+from asynctp_passes import ExpectError, Remark, Report, StrictError, backend, compat
+from asynctp_passes.reporting.picture import Picture
 
 Program = Callable[..., Any]
 OFF = {"strict": "off"}
@@ -338,6 +340,89 @@ def test_the_summary_counts_a_function_once() -> None:
     asynctp_passes.clear_reports()
     left = asynctp_passes.summary()
     assert left == asynctp_passes.Summary(breaks=left.breaks, calls=left.calls)
+
+
+def fuses(x: Tensor) -> Tensor:
+    return gathered(x) @ W
+
+
+def misses(x: Tensor) -> Tensor:
+    return gathered(x).softmax(0) @ W
+
+
+def of_branches(one: Program, other: Program, before: Program = torch.clone) -> Program:
+    def program(x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: one(x) + 1, lambda x: other(x * 2) + 2, (x,)), before(x)
+
+    return program
+
+
+@torch.compiler.nested_compile_region
+def region(x: Tensor) -> Tensor:
+    return fuses(x)
+
+
+def of_a_region(x: Tensor) -> Tensor:
+    """It is one graph, which runs twice."""
+    return region(x).sum() + region(x)
+
+
+def in_pieces(*programs: Program, **options: Any) -> Program:
+    """All programs in one function, each compiled by a call of its own, as DDP's buckets are."""
+
+    def compile_pieces(gm: torch.fx.GraphModule, inputs: list[Any]) -> Program:
+        def piece(number: int) -> Any:
+            graph, copied = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+            graph.graph_copy(gm.graph, copied)
+            graph.output((copied[gm.graph.output_node().args[0][number]],))
+            graph.eliminate_dead_code()
+            return backend.asynctp(torch.fx.GraphModule(gm, graph), inputs, options={**OFF, **options})
+
+        made = [piece(number) for number in range(len(programs))]
+        return lambda *given: [one(*given)[0] for one in made]
+
+    compiled: Program = torch.compile(lambda x: [one(x) for one in programs], backend=compile_pieces)
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("program", "fused", "missed"),
+    [
+        (compiled(of_branches(fuses, fuses)), 2, 0),
+        (compiled(of_branches(misses, misses)), 0, 2),
+        (compiled(of_branches(fuses, misses, fuses)), 2, 1),
+        (compiled(of_a_region), 1, 0),
+        (in_pieces(fuses, lambda x: fuses(x) + 1, misses), 2, 1),
+    ],
+    ids=["branches", "misses", "branches-and-more", "region", "pieces"],
+)
+def test_the_summary_counts_all_graphs_of_a_compile(program: Program, fused: int, missed: int) -> None:
+    """And those of one compile alone: a recompile, and a compile after a reset, are the same function's."""
+    for rows in (4, 6):
+        torch._dynamo.mark_static(x := torch.ones(rows, 16))
+        program(x)
+    torch._dynamo.reset()
+    program(X)
+    found = asynctp_passes.summary()
+    assert (found.fused, found.missed) == (fused, missed)
+    asynctp_passes.require(fused=fused, missed=missed)
+    with pytest.raises(ExpectError):
+        asynctp_passes.require(fused=fused + 1, missed=missed)
+
+
+def test_graphs_that_torch_compiles_again_count_once() -> None:
+    """After an error of asynctp's, as in a backward, and in another attempt at a function."""
+    fused, missed = (
+        Report("graph 0/0", "backward", (Remark(outcome, "all_gather_matmul", "gather"),))
+        for outcome in ("FUSED", "MISSED")
+    )
+    found = Picture()
+    for attempt in (0, 1):
+        with mock.patch.object(compat, "compile_under_way", return_value=(0, attempt)):
+            for _ in range(2):
+                found.note(fused)
+                found.note(missed, raised=True)
+    assert (found.summary().fused, found.summary().missed) == (1, 1)
 
 
 def test_the_summary_counts_calls_by_implementation() -> None:
