@@ -30,7 +30,7 @@ from asynctp_passes.reporting.across import Border, forget
 from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
-from asynctp_passes.reporting.strictness import raise_if_strict
+from asynctp_passes.reporting.strictness import raise_if_strict_across
 from asynctp_passes.reporting.torch_notes import from_another_process, hidden_calls
 
 __all__ = ["AsyncTPPass", "RematerializePass", "asynctp", "clear_reports", "reports", "require", "summary"]
@@ -286,7 +286,7 @@ def compile_graph(
     across, fused = border.missed(forward, config)
     if across is not None:
         try:
-            raise_if_strict(across, config, elsewhere=fused)
+            raise_if_strict_across(across, config, fused)
         except AsyncTPError:
             _publish(across, config, across=True, raised=True)
             raise

@@ -892,6 +892,25 @@ def compile_under_way() -> tuple[int, int] | None:
     return _numbers[context], context.attempt
 
 
+def whole_graph() -> tuple[fx.GraphModule, bool] | None:
+    """The graph that Inductor compiles just now, with its subgraphs; None outside of its post-grad passes.
+
+    The second value is False while the passes run on a subgraph, as on a branch of `torch.cond`. They run on all
+    subgraphs first.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not _runs_passes(frame):
+        frame = frame.f_back
+    inner = frame
+    while frame is not None and frame.f_back is not None and _runs_passes(frame.f_back):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_locals["gm"], frame is inner)
+
+
+def _runs_passes(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "_recursive_post_grad_passes" and "gm" in frame.f_locals
+
+
 def compile_name() -> str:
     """The name of the compile under way (`"graph 0/0"`), or `"graph"` outside one."""
     compile_id = _compile_id()

@@ -175,6 +175,17 @@ class Picture:
             one.reports.append(report)
             one.ended = raised
 
+    def earlier(self, phase: str) -> list[Report]:
+        """The reports that the compile under way has so far, of graphs of one phase."""
+        under_way = compat.compile_under_way()
+        if under_way is None:
+            return []
+        number, attempt = under_way
+        with self._lock:
+            alike = [compiles for key, compiles in self._compiles.items() if key[2:] == (phase, False)]
+            found = [compiles[number] for compiles in alike if number in compiles]
+        return [report for one in found if one.attempt == attempt and not one.ended for report in one.reports]
+
     def _worst(self) -> list[Report]:
         """The reports of the worst compile of each function, the latest of several."""
         worst = [max(reversed(compiles.values()), key=_Compile.badness) for compiles in self._compiles.values()]

@@ -402,7 +402,7 @@ def test_the_summary_counts_all_graphs_of_a_compile(program: Program, fused: int
         torch._dynamo.mark_static(x := torch.ones(rows, 16))
         program(x)
     torch._dynamo.reset()
-    program(X)
+    program(torch.ones(4, 16))
     found = asynctp_passes.summary()
     assert (found.fused, found.missed) == (fused, missed)
     asynctp_passes.require(fused=fused, missed=missed)
@@ -421,8 +421,43 @@ def test_graphs_that_torch_compiles_again_count_once() -> None:
         with mock.patch.object(compat, "compile_under_way", return_value=(0, attempt)):
             for _ in range(2):
                 found.note(fused)
+                assert found.earlier("backward") == [fused]
                 found.note(missed, raised=True)
+                assert found.earlier("backward") == []
     assert (found.summary().fused, found.summary().missed) == (1, 1)
+
+
+# --- strictness ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "program",
+    [of_branches(misses, lambda x: x.new_zeros(8, 8), fuses), of_branches(misses, fuses), of_branches(fuses, misses)],
+)
+def test_a_graph_is_judged_with_its_branches(program: Program) -> None:
+    compiled(program, strict="zero", expect=1)(torch.ones(4, 16))
+    found = asynctp_passes.summary()
+    assert (found.fused, found.missed) == (1, 1)
+    for options, error in (({"strict": "all"}, StrictError), ({"expect": 2}, ExpectError)):
+        torch._dynamo.reset()
+        with pytest.raises(torch._inductor.exc.InductorError) as raised:
+            compiled(program, **options)(torch.ones(4, 16))
+        assert isinstance(raised.value.inner_exception, error)
+
+
+def test_branches_that_fuse_nothing_raise_on_every_compile() -> None:
+    for _ in range(2):
+        torch._dynamo.reset()
+        with pytest.raises(torch._inductor.exc.InductorError, match=r"fused 0 of 2 chains of graph 0/0") as raised:
+            compiled(of_branches(misses, misses), strict="zero")(torch.ones(4, 16))
+        assert isinstance(raised.value.inner_exception, StrictError)
+        assert str(raised.value).count("! MISSED") == 2
+
+
+def test_a_piece_is_judged_with_those_before_it() -> None:
+    in_pieces(fuses, misses, strict="zero", expect=1)(torch.ones(4, 16))
+    assert len(missed()) == 1
+    torch._dynamo.reset()
+    with pytest.raises(torch._inductor.exc.InductorError, match=r"\(inference, piece 2 of this compile\)"):
+        in_pieces(lambda x: x @ W, misses, strict="zero")(torch.ones(4, 16))
 
 
 def test_the_summary_counts_calls_by_implementation() -> None:
