@@ -60,7 +60,11 @@ def reports() -> tuple[Report, ...]:
 
 
 def clear_reports() -> None:
-    """Forget all reports, and begin the picture of the process anew."""
+    """Forget all reports, and begin the picture of the process anew.
+
+    Its graph breaks, and its calls of fused ops, are counted since the process began: graphs that are compiled already
+    still have them. Take the difference of two summaries.
+    """
     _publish_cached(None, compiling=True)
     with _lock:
         _reports.clear()
@@ -127,7 +131,7 @@ class AsyncTPPass(_OwnPass):
         config: The configuration; the environment's and the defaults when None.
 
     Attributes:
-        forward: The report of the first graph that is no backward; None before.
+        forward: The report of a graph that is no backward, the first that has crossings; None before.
         names: The names of the compiled function's inputs, for pages (`Config.graph_dir`); None where they are unknown.
     """
 
@@ -166,13 +170,14 @@ class AsyncTPPass(_OwnPass):
             if error.report is not None:
                 _publish(error.report, self.config, before, graph, names=self.names, raised=True)
             raise
-        if self.forward is None and report.phase != "backward":
-            self.forward = report
+        if report.phase != "backward" and (self.forward is None or not self.forward.crossings):
+            self.forward = report  # before it come the branches of a torch.cond, whose border is none
         with contained("store the report with the compiled graph"):
             _send_with_cache_entry(report)
         _publish(report, self.config, before, graph, names=self.names)
         if report.phase == "backward":
-            picture.warn_of_nothing(self.config, backward=True)
+            with contained("tell where nothing is fused"):
+                picture.warn_of_nothing(self.config, backward=True)
         return report
 
 
@@ -258,7 +263,8 @@ def compile_graph(
     patches = with_passes(patches, ours)
     found = list[Report]()
     border = Border(gm)
-    picture.note_function(any(map(compat.is_distributed_tensor, border.tensors.values())))
+    with contained("keep the picture of the process"):
+        picture.note_function(any(map(compat.is_distributed_tensor, border.tensors.values())))
 
     def all_stand(whole: bool, again: bool) -> bool:
         cached: list[Report] = []
@@ -276,7 +282,7 @@ def compile_graph(
         return True
 
     compiled = compat.inductor_compile(gm, example_inputs, patches, all_stand, further or {})
-    forward = ours.forward or next((one for one in found if one.phase != "backward"), None)
+    forward = ours.forward or next((one for one in found if one.crossings), None)
     if ours.forward is None and not found:
         log.info(
             "asynctp: %s was not compiled now (Inductor's cache had it, or it has no tensor code), and no report came "
@@ -291,7 +297,8 @@ def compile_graph(
             _publish(across, config, across=True, raised=True)
             raise
         _publish(across, config, across=True)
-    picture.warn_of_nothing(config)
+    with contained("tell where nothing is fused"):
+        picture.warn_of_nothing(config)
     return border.marking(compiled, forward)
 
 
@@ -459,7 +466,8 @@ def _publish(
     across: It is of chains that lie in two graphs. raised: An error has its text, so the log need not. strayed: It came
     from the cache, and the compile under way may be another one.
     """
-    picture.note(report, across, raised=raised, strayed=strayed)
+    with contained("keep the picture of the process"):
+        picture.note(report, across, raised=raised, strayed=strayed)
     if not report.remarks and not report.internal_errors:
         return
     with _lock:

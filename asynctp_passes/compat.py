@@ -396,31 +396,39 @@ def route_inductor(
     compile_graph: Callable[[fx.GraphModule, Sequence[Any], dict[str, Any], dict[str, Any]], Any],
     add_passes: Callable[[dict[str, Any]], dict[str, Any]],
     leave_alone: Callable[[dict[str, Any]], bool],
+    has_passes: Callable[[], bool],
 ) -> Callable[[], None]:
     """Route all that this process compiles with Inductor, in any thread, through asynctp.
 
     Inductor's options are no way: since torch 2.12 each thread has its own, and a GPU's backward is compiled in
-    autograd's.
+    autograd's. A backend that imported `compile_fx` or `compile_fx_inner` before calls the originals. They call
+    functions of their module in turn, which get the passes as options where none are there yet.
 
     Args:
         compile_graph: Compiles a graph, given its inputs, Inductor options, and other arguments of `compile_fx`.
         add_passes: Adds passes to Inductor options, for callers with a compiler of their own inside, as AOTInductor.
         leave_alone: True for Inductor options under which asynctp can do nothing.
+        has_passes: True where the thread's Inductor options have passes of asynctp's.
 
     Returns:
         A function that ends it.
     """
     from torch._inductor import compile_fx as module
+    from torch._inductor import config
 
     original, inner = module.compile_fx, module.compile_fx_inner
-    signature, active = inspect.signature(original), True
+    whole, one = module._compile_fx_main, module._compile_fx_inner
+    signature, signature_of_whole, active = inspect.signature(original), inspect.signature(whole), True
 
     @functools.wraps(original)
     def compile_fx(*args: Any, **kwargs: Any) -> Any:
         further = signature.bind(*args, **kwargs).arguments
         patches = dict(further.get("config_patches") or {})
-        if not active or not _routed.get() or leave_alone(patches):
+        if not active or not _routed.get():
             return original(*args, **kwargs)
+        if leave_alone(patches):
+            with _not_routed():
+                return original(*args, **kwargs)
         if further.get("inner_compile", inner) is not inner:
             with _not_routed():
                 return original(**{**further, "config_patches": add_passes(patches)})
@@ -428,13 +436,37 @@ def route_inductor(
             further.pop(name, None)
         return compile_graph(further.pop("model_"), further.pop("example_inputs_"), patches, further)
 
+    def is_covered() -> bool:
+        return not active or not _routed.get() or has_passes() or leave_alone({})
+
+    @functools.wraps(whole)
+    def compile_whole(*args: Any, **kwargs: Any) -> Any:
+        if is_covered():
+            return whole(*args, **kwargs)
+        given, patches = signature_of_whole.bind(*args, **kwargs), add_passes({})
+        given.arguments["inner_compile"] = config.patch(patches)(given.arguments["inner_compile"])  # for the backward
+        with config.patch(patches):
+            return whole(*given.args, **given.kwargs)
+
+    @functools.wraps(one)
+    def compile_one(*args: Any, **kwargs: Any) -> Any:
+        if is_covered():
+            return one(*args, **kwargs)
+        with config.patch(add_passes({})):
+            return one(*args, **kwargs)
+
+    routes = {"compile_fx": compile_fx, "_compile_fx_main": compile_whole, "_compile_fx_inner": compile_one}
+    originals = {name: getattr(module, name) for name in routes}
+
     def end() -> None:
         nonlocal active
         active = False
-        if module.compile_fx is compile_fx:
-            module.compile_fx = original
+        for name, route in routes.items():
+            if getattr(module, name) is route:
+                setattr(module, name, originals[name])
 
-    module.compile_fx = compile_fx
+    for name, route in routes.items():
+        setattr(module, name, route)
     return end
 
 
@@ -568,6 +600,18 @@ def graph_break_of(gm: fx.GraphModule) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}: {first}" if frames else first
 
 
+def is_cut_for_ddp() -> bool:
+    """True while pieces are compiled into which Dynamo has cut a graph for DistributedDataParallel."""
+    from torch._guards import TracingContext
+
+    return getattr(TracingContext.try_get(), "ddp_optimizer_ctx", None) is not None
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """False for a tensor without memory that can be known again, as a sparse one, or one in oneDNN's layout."""
+    return torch._C._has_storage(_local(tensor))
+
+
 def is_distributed_tensor(tensor: torch.Tensor) -> bool:
     """True for a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -622,6 +666,28 @@ _RECOMPUTE = "recompute"
 def recompute_tag(node: fx.Node) -> Any:
     """The tag that activation checkpointing gives a node of a joint graph for the partitioner; None without one."""
     return node.meta.get(_RECOMPUTE)
+
+
+def may_be_recomputed(node: fx.Node) -> bool:
+    """Whether the partitioner may compute a node of a forward again in the backward; True where that is not known."""
+    import torch._functorch.config as config
+
+    cautious = config.ban_recompute_not_in_allowlist and not config.aggressive_recomputation
+    if not cautious or config.activation_memory_budget != 1 or recompute_tag(node) is not None:
+        return True
+    return _recomputable(node)
+
+
+@functools.cache
+def _recomputable_ops() -> Any:
+    from torch._functorch import partitioners
+
+    return getattr(partitioners, "get_default_op_list", lambda: None)()
+
+
+def _recomputable(node: fx.Node) -> bool:
+    ops = _recomputable_ops()
+    return ops is None or bool(ops.is_recomputable(node))
 
 
 def is_saved(node: fx.Node) -> bool:

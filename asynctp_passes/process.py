@@ -58,7 +58,9 @@ class Enabled:
 def enable(config: Config | None = None) -> Enabled:
     """Have asynctp work on all that Inductor compiles in this process from now on, in any thread.
 
-    Functions that are compiled already stay as they are. A second call with the same configuration changes nothing.
+    Functions that are compiled already stay as they are. A second call with the same configuration changes nothing. A
+    backend that imported `compile_fx` before is reached too, but each of its graphs by itself: chains that lie in two
+    are not seen.
 
     Args:
         config: The configuration; the environment's and the defaults when None.
@@ -89,6 +91,7 @@ def enable(config: Config | None = None) -> Enabled:
             lambda gm, inputs, patches, further: compile_graph(gm, inputs, config, patches, further),
             lambda patches: with_passes(patches, AsyncTPPass(config)),
             _leave_alone,
+            lambda: bool(own_passes()),
         )
         _current = _Current(config, end)
     log.info("asynctp: enabled in all that Inductor compiles in this process")

@@ -9,10 +9,11 @@ tagged as activation checkpointing tags what it computes again, it looks for the
 shard, or what the shard is cheaply computed from.
 
 The joint graph of forward and backward is the only one in which that can be decided. A gather is made again if a fused
-op of the forward takes it in, the backward needs more of it than what products made, and nobody has tagged it. Its
-group has to communicate in the backward anyway: another rank may run no backward in which it need not communicate.
-`"auto"` also asks that it is known to be worth a call, and to be overlapped: that matmuls of the backward which are in
-no fused op, beside which the link is free, take as long as all such gathers.
+op of the forward takes it in, the backward needs more of it than what products made, and nobody has tagged it. Nothing
+that the program can write to before the backward may be kept for it, as an input of the graph. Its group has to
+communicate in the backward anyway: another rank may run no backward in which it need not communicate. `"auto"` also
+asks that it is known to be worth a call, and to be overlapped: that matmuls of the backward which are in no fused op,
+beside which the link is free, take as long as all such gathers.
 """
 
 from __future__ import annotations
@@ -26,15 +27,22 @@ from torch import fx
 from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import mutates
+from asynctp_passes.ir.nodes import mutates, traits_of
 from asynctp_passes.ir.records import Ballot
-from asynctp_passes.ir.traversal import reachable, tangents_of
-from asynctp_passes.layout.propagation import views_of
+from asynctp_passes.ir.traversal import live, reachable, tangents_of
+from asynctp_passes.layout.propagation import is_view, views_of
 from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.matching.near_miss import reduces, transparent
 from asynctp_passes.planning import cost_model
 
-__all__ = ["AGREED", "LEAST_BYTES", "REMATERIALIZED", "Rematerialization", "agreed_jointly", "rematerializations"]
+__all__ = [
+    "AGREED",
+    "LEAST_BYTES",
+    "REMATERIALIZED",
+    "Rematerialization",
+    "agreed_jointly",
+    "rematerializations",
+]
 
 REMATERIALIZED = "asynctp_rematerialized"
 """Key in the `meta` of a gather that the backward makes again: the bytes gathered, 0 where that is symbolic."""
@@ -84,6 +92,7 @@ def rematerializations(graph: fx.Graph, decisions: Sequence[Decision], remateria
     """
     computed = reachable(tangents_of(graph), lambda node: node.users)
     backward = {node for node in computed if node.op == "call_function"}
+    programs = _of_the_program(graph, backward & live(graph))
     written = {source for node in graph.nodes if mutates(node) for source in node.all_input_nodes}
     unsure = reachable(written | compat.inputs_written_after(graph), lambda node: node.users)
     taken = (one for one in decisions if _is_taken_in(one, backward))
@@ -92,7 +101,10 @@ def rematerializations(graph: fx.Graph, decisions: Sequence[Decision], remateria
     gathers = [
         gather
         for gather, nodes in ways.items()
-        if nodes and gather.group_key in groups and _is_free(gather, nodes, unsure)
+        if nodes
+        and gather.group_key in groups
+        and _is_free(gather, nodes, unsure)
+        and not any(programs.intersection(node.all_input_nodes) for node in _made_again(gather, nodes))
     ]
     chosen = (
         _overlapped(gathers, decisions, backward)
@@ -102,9 +114,7 @@ def rematerializations(graph: fx.Graph, decisions: Sequence[Decision], remateria
         else []
     )
     return [
-        Rematerialization(
-            one, tuple(dict.fromkeys((*_gathered(one), *ways[one]))), cost_model.bytes_of(one.node), one in chosen
-        )
+        Rematerialization(one, _made_again(one, ways[one]), cost_model.bytes_of(one.node), one in chosen)
         for one in gathers
     ]
 
@@ -116,6 +126,11 @@ def _gathered(gather: Collective) -> tuple[fx.Node, ...]:
         if all(source in alone or _is_number(source) for source in node.all_input_nodes):
             alone.add(node)
     return tuple(node for node in views if node in alone)
+
+
+def _made_again(gather: Collective, way: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """All that is computed again: the gather, what is laid out from it alone, and the way to the backward."""
+    return tuple(dict.fromkeys((*_gathered(gather), *way)))
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -155,6 +170,35 @@ def _is_free(gather: Collective, way: Sequence[fx.Node], unsure: set[fx.Node]) -
     returned = any(user.op == "output" for node in nodes for user in node.users)
     tagged = any(compat.recompute_tag(node) is not None for node in nodes)
     return not (returned or tagged) and unsure.isdisjoint(nodes)
+
+
+def _of_the_program(graph: fx.Graph, needing: set[fx.Node]) -> set[fx.Node]:
+    """Nodes that the backward may get only from an input or a result of the graph which it does not need without them.
+
+    The program may write to such a tensor before the backward, as to a buffer in which it receives. All others it gets
+    from what it needs anyway, or from what only the graph has: the result of an op that the partitioner never repeats.
+
+    Args:
+        graph: A joint graph.
+        needing: The nodes of its backward.
+    """
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        users = {user for one in _aliases(node) for user in one.users}
+        if _is_number(node) or not users.isdisjoint(needing):
+            continue
+        known = node.op == "placeholder" or any(user.op == "output" for user in users)
+        if known or (not found.isdisjoint(node.all_input_nodes) and compat.may_be_recomputed(node)):
+            found.add(node)
+    return found
+
+
+def _aliases(node: fx.Node) -> list[fx.Node]:
+    """The node and views of it that lie in the same memory, or may."""
+    found = [node]
+    for one in found:
+        found += (user for user in one.users if is_view(user) and not traits_of(user).copies and user not in found)
+    return found
 
 
 def _overlapped(

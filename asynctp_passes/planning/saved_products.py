@@ -18,6 +18,7 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.traversal import reachable, tangents_of
+from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Decision, ScatterChain
 
 __all__ = ["SavedProduct", "saved_products"]
@@ -39,7 +40,8 @@ class SavedProduct:
 def saved_products(graph: fx.Graph, decisions: Sequence[Decision]) -> list[SavedProduct]:
     """The reductions to save in place of their products, in order.
 
-    A reduction that is tagged to be saved is left alone, and so is one that becomes part of a sum with others.
+    Left alone are a reduction that is tagged to be saved, one that becomes part of a sum with others, and one whose sum
+    is a result of the graph: the program can write to that before the backward.
 
     Args:
         graph: A joint graph, not yet partitioned.
@@ -52,6 +54,7 @@ def saved_products(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Saved
         if one.refusal is not None or not isinstance(chain, ScatterChain) or chain.joined or own.node in backward:
             continue
         unreduced = tuple(node for node in (*nodes_of(chain.matmuls), *chain.views) if compat.is_saved(node))
-        if unreduced and own.waits and not any(map(compat.is_saved, own.results)):
+        returned = any(user.op == "output" for view in views_of(own.results) for user in view.users)
+        if unreduced and own.waits and not returned and not any(map(compat.is_saved, own.results)):
             found.append(SavedProduct(own, unreduced))
     return found

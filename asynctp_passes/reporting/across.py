@@ -18,6 +18,7 @@ from asynctp_passes import compat
 from asynctp_passes.config import Config
 from asynctp_passes.ir.records import Crossing
 from asynctp_passes.reasons import MATMUL_IN_ANOTHER_GRAPH, Refusal
+from asynctp_passes.reporting.internal import contained
 from asynctp_passes.reporting.report import Remark, Report
 
 __all__ = ["Border", "forget"]
@@ -58,12 +59,19 @@ def forget() -> None:
 
 
 class Border:
-    """The border of one compiled function: the halves of chains that come in, and those that leave."""
+    """The border of one compiled function: the halves of chains that come in, and those that leave.
+
+    Errors that nobody foresaw end neither a compile nor a call; halves are not seen then.
+    """
 
     def __init__(self, gm: fx.GraphModule) -> None:
-        self.tensors = compat.given_tensors(gm)
-        self._arrived = {index: half for index, one in self.tensors.items() if (half := _half_of(one)) is not None}
-        self._ended = compat.graph_break_of(gm)
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._arrived: dict[int, _Half] = {}
+        self._ended = ""
+        with contained("look for halves of chains among a function's inputs"):
+            self.tensors = compat.given_tensors(gm)
+            self._arrived = {index: half for index, one in self.tensors.items() if (half := _half_of(one)) is not None}
+            self._ended = compat.graph_break_of(gm)
 
     def missed(self, report: Report | None, config: Config) -> tuple[Report | None, int]:
         """A report of the chains that lie in this function's graph and an earlier one; None without any.
@@ -77,30 +85,39 @@ class Border:
         """
         if report is None or not self._arrived:
             return None, 0
-        arrived = [(self._arrived.get(one.index), one) for one in report.crossings if not one.leaves]
-        pairs = [(half, one) for half, one in arrived if half is not None and _are_halves(half.crossing, one)]
-        pairs = [(half, one) for half, one in pairs if config.enrolls(half.crossing.group or one.group)]
+        pairs = list[tuple[_Half, Crossing]]()
+        with contained("look for chains that lie in two graphs"):
+            pairs = self._pairs(report, config)
         if not pairs:
             return None, 0
         return _report(report, pairs), len(report.fused) + max(half.fused for half, _ in pairs)
 
+    def _pairs(self, report: Report, config: Config) -> list[tuple[_Half, Crossing]]:
+        arrived = [(self._arrived.get(one.index), one) for one in report.crossings if not one.leaves]
+        pairs = [(half, one) for half, one in arrived if half is not None and _are_halves(half.crossing, one)]
+        return [(half, one) for half, one in pairs if config.enrolls(half.crossing.group or one.group)]
+
     def marking(self, compiled: Callable[..., Any], report: Report | None) -> Callable[..., Any]:
         """`compiled`, whose results are marked that may be halves of chains; itself where there are none."""
-        leaving = [one for one in report.crossings if one.leaves] if report is not None else []
-        if report is None or not leaving or compat.is_precompiled(compiled):
-            return compiled
-        halves = [_Half(one, report.graph, self._ended, len(report.fused)) for one in leaving]
-        return _Marking(compiled, halves)
+        with contained("watch results that may be halves of chains"):
+            leaving = [one for one in report.crossings if one.leaves] if report is not None else []
+            if report is not None and leaving and not compat.is_precompiled(compiled):
+                return _Marking(compiled, [_Half(one, report.graph, self._ended, len(report.fused)) for one in leaving])
+        return compiled
 
 
 def _half_of(tensor: torch.Tensor) -> _Half | None:
-    """The half of a chain that a tensor is all of, as it left its graph: nothing has changed it in place since then."""
+    """The half of a chain that a tensor is all of, as it left its graph: nothing has changed it in place since then.
+
+    Where nobody counts changes, it is one only after a graph break: a function that returns may be followed by changes.
+    """
     with _lock:
-        if not _left:
+        if not _left or not compat.has_storage(tensor):
             return None
         storage, half = _left.get(compat.Storage(tensor).number, (None, None))
-    known = storage is not None and storage.lives and half is not None and _as_left(half) == _as_left(tensor)
-    return half if known else None
+    if storage is None or half is None or not storage.lives or _as_left(half) != _as_left(tensor):
+        return None
+    return half if half.ended or half.version is not None else None
 
 
 def _as_left(one: _Half | torch.Tensor) -> tuple[int, int | None]:
@@ -124,7 +141,8 @@ class _Marking:
         results = self._compiled(*args, **kwargs)
         if self._calls < _CALLS:
             self._calls += 1
-            self._mark(results)
+            with contained("mark results that may be halves of chains"):
+                self._mark(results)
         return results
 
     def __getattr__(self, name: str) -> Any:
@@ -137,7 +155,7 @@ class _Marking:
                 del _left[number]
             for half in self._halves:
                 tensor = whole[half.crossing.index] if half.crossing.index < len(whole) else None
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, torch.Tensor) and compat.has_storage(tensor):
                     storage = compat.Storage(tensor)
                     size, version = _as_left(tensor)
                     _left[storage.number] = storage, replace(half, size=size, version=version)

@@ -41,6 +41,14 @@ _UNSHARDED = (
     "sequence (SequenceParallel, Shard(1) outputs) to overlap that too"
 )
 
+_APART = (OUTSIDE_GRAPH, NO_MATMUL)
+"""Reasons of collectives that may have their matmul in another graph."""
+
+_CUT_FOR_DDP = (
+    "set torch._dynamo.config.optimize_ddp = False, if the program has a matmul next to it. Torch cuts graphs of "
+    "DistributedDataParallel into pieces, and may have cut between the two"
+)
+
 
 def report_of(graph: fx.Graph, plan: Plan, config: Config, votes: Mapping[tuple[str, str], str | None]) -> Report:
     """The report of a plan that has not been done yet, with notes of the deviations that `votes` refuse."""
@@ -69,8 +77,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, votes: Mapping[tuple[
 
 def _unfused(decisions: Sequence[Decision], config: Config) -> list[Collective]:
     """The collectives that may have their matmul in another graph, of groups that are not left alone."""
-    apart = (OUTSIDE_GRAPH, NO_MATMUL)
-    alone = [one.candidate for one in decisions if one.refusal is not None and one.refusal.reason in apart]
+    alone = [one.candidate for one in decisions if one.refusal is not None and one.refusal.reason in _APART]
     return [one.collective for one in alone if config.groups != "auto" or not is_named_for_data(one)]
 
 
@@ -112,7 +119,7 @@ def _remark(decision: Decision, phase: str, outcome: Outcome, accelerated: bool 
             code=reason.code,
             name=reason.name,
             message=str(refusal),
-            hint=reason.hint_for(collective.kind),
+            hint=_CUT_FOR_DDP if reason in _APART and compat.is_cut_for_ddp() else reason.hint_for(collective.kind),
             op=f"asynctp::{collective.kind}" if accelerated else "",
             **common,  # type: ignore[arg-type]
         )

@@ -406,7 +406,7 @@ def _start_ranks(module: str, ranks: int, arguments: Sequence[str], cpu: bool = 
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """What ends a command comes at the end of this. A child that is started here is as deaf to it as this process."""
+    """Signals that end a command come at the end of this. A child ignores those that this process ignores."""
     came: list[int] = []
     heard = [one for one in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(one) is not signal.SIG_IGN]
     before = {one: signal.signal(one, lambda number, frame: came.append(number)) for one in heard}

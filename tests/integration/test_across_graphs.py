@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from compiled_training import GATHERS_ALONG_ANY, pair_in_one_process
 from torch import Tensor, nn
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch.distributed import _functional_collectives as functional
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -124,6 +126,21 @@ def test_a_graph_from_the_cache_tells_it_too(monkeypatch: pytest.MonkeyPatch) ->
     compiled(gather_break_matmul)(X)
     assert [report.from_cache for report in asynctp_passes.reports()] == [True, True]
     assert [remark.name for remark in missed()] == ["MATMUL_IN_ANOTHER_GRAPH"]
+
+
+def test_a_function_with_branches_of_its_own() -> None:
+    """The graphs of a `torch.cond` are compiled before the one around them, whose border it is."""
+
+    def program(flag: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return gathered(x), torch.cond(flag, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    for _ in range(2):  # then from the cache
+        torch._dynamo.reset()
+        asynctp_passes.clear_reports()
+        with torch.no_grad():
+            h, _ = compiled(program)(torch.tensor(True), X)
+            compiled(lambda h: h @ W)(h)
+        assert [remark.name for remark in missed()] == ["MATMUL_IN_ANOTHER_GRAPH"]
 
 
 def test_modules_that_are_compiled_one_by_one() -> None:
@@ -245,6 +262,91 @@ def test_a_tensor_that_is_changed_between_two_graphs(change: Callable[[Tensor], 
     change(h)
     compiled(lambda h: h @ W, strict="zero")(h)
     assert missed() == []
+
+
+@pytest.mark.parametrize("change", [lambda h: h.copy_(torch.ones(8, 16)), lambda h: None])
+def test_a_tensor_whose_changes_nobody_counts(change: Callable[[Tensor], object]) -> None:
+    """Tensors of inference mode have no version; what lies between two functions may have changed them."""
+    with torch.inference_mode():
+        h = compiled(gathered)(X)
+        change(h)
+        compiled(lambda h: h @ W, strict="zero")(h)
+    assert missed() == []
+
+
+def test_a_graph_break_in_inference_mode() -> None:
+    with torch.inference_mode():
+        compiled(gather_break_matmul)(X)
+    assert [remark.name for remark in missed()] == ["MATMUL_IN_ANOTHER_GRAPH"]
+
+
+class GatherBeforeLinear(nn.Module):
+    """A gather whose matmul's weight is in the next bucket of DistributedDataParallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(16)), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(functional.all_gather_tensor_autograd(x * self.scale, 0, dist.group.WORLD)).relu()
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_chain_that_is_cut_for_ddp_has_a_remedy(cut: bool) -> None:
+    """Its pieces are compiled before the first call, so that nobody sees which tensor the second one takes."""
+
+    def compiler(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return backend.asynctp(gm, inputs, options=OFF)
+
+    optimizer = DDPOptimizer(bucket_bytes_cap=10, backend_compile_fn=compiler, first_bucket_cap=10)
+    model = torch.compile(GatherBeforeLinear(), backend=optimizer.compile_fn if cut else compiler)
+    model(X).sum().backward()
+    remarks = {report.phase: report.remarks for report in asynctp_passes.reports() if report.remarks}
+    assert list(remarks) == ["forward", "backward"]
+    for found in remarks.values():
+        assert [one.outcome for one in found] == ["SKIPPED" if cut else "FUSED"]
+        assert ["set torch._dynamo.config.optimize_ddp = False" in one.hint for one in found] == [cut]
+
+
+# --- bookkeeping ends no program ----------------------------------------------------------------------------------
+@torch.library.custom_op("asynctp_test::plain_sum", mutates_args=())
+def plain_sum(x: Tensor) -> Tensor:
+    """The sum of a tensor in any layout."""
+    return x.to_dense().sum()
+
+
+@plain_sum.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty(())
+
+
+def test_a_tensor_without_storage_is_no_half(caplog: pytest.LogCaptureFixture) -> None:
+    """A function may take one, or return one, in oneDNN's layout or sparse."""
+    h, opaque = compiled(gathered)(X), torch.ones(4, 4).to_mkldnn()
+    y = compiled(lambda h, opaque: h @ W + plain_sum(opaque))(h, opaque)
+    assert torch.equal(y, h @ W + 16)
+    assert [remark.name for remark in missed()] == ["MATMUL_IN_ANOTHER_GRAPH"]
+    assert "internal error" not in caplog.text
+
+
+@pytest.mark.usefixtures("internal_errors")
+@pytest.mark.parametrize("failing", ["given_tensors", "graph_break_of", "Storage", "is_precompiled"])
+def test_an_error_of_the_bookkeeping_ends_nothing(
+    failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While a function is compiled, and while it runs."""
+
+    def fails(*_: Any) -> Any:
+        raise NotImplementedError("nobody foresaw this")
+
+    h = compiled(gathered)(X)
+    monkeypatch.setattr(compat, failing, fails)
+    torch._dynamo.reset()
+    with caplog.at_level(logging.ERROR, "asynctp_passes"):
+        assert torch.equal(compiled(gathered)(X), h)
+        assert torch.equal(compiled(lambda h: h @ W)(h), h @ W)
+    assert "internal error ATP901" in caplog.text
+    assert "NotImplementedError: nobody foresaw this" in caplog.text
 
 
 # --- nothing to fuse ----------------------------------------------------------------------------------------------

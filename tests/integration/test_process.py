@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from compiled_training import pair_in_one_process
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed._functional_collectives import all_gather_tensor
 
 import asynctp_passes
-from asynctp_passes import Config, ConfigError, ExpectError, StrictError
+from asynctp_passes import Config, ConfigError, ExpectError, StrictError, backend
 
 OFF = Config(strict="off")
 
@@ -114,6 +116,50 @@ def test_passes_of_the_users_run_too() -> None:
     with torch._inductor.config.patch(post_grad_custom_post_pass=seen.append):
         assert fused_by(torch.compile(program)) == 1
     assert len(seen) == 1
+
+
+FORMER = {
+    "compile_fx": lambda gm, inputs: compile_fx(gm, inputs),
+    "compile_fx with options": lambda gm, inputs: compile_fx(gm, inputs, config_patches={"max_autotune": False}),
+    "compile_fx_inner": aot_autograd(fw_compiler=compile_fx_inner),
+}
+"""Backends with functions of Inductor's that were imported before `enable`."""
+
+
+@pytest.mark.parametrize("former", FORMER.values(), ids=FORMER.keys())
+@pytest.mark.parametrize("training", [False, True])
+def test_a_backend_that_imported_inductor_before(former: Any, training: bool) -> None:
+    asynctp_passes.enable(OFF)
+    compiled = torch.compile(program, backend=former)
+    for _ in range(2):  # then from the caches, where there are any
+        torch._dynamo.reset()
+        asynctp_passes.clear_reports()
+        y = compiled(*(torch.ones(size, requires_grad=training) for size in ((4, 16), (16, 8))))
+        if training:
+            y.sum().backward()
+        found = [(report.phase, len(report.fused)) for report in asynctp_passes.reports()]
+        assert found == ([("forward", 1), ("backward", 1)] if training else [("inference", 1)])
+    asynctp_passes.disable()
+    assert fused_by(compiled) == 0
+
+
+def test_a_backend_that_imported_inductor_before_takes_no_graph_of_plain_inductor() -> None:
+    """What AOTAutograd's cache has of it has another key."""
+    compiled = torch.compile(program, backend=FORMER["compile_fx"])
+    assert fused_by(compiled) == 0
+    with asynctp_passes.enable(OFF):
+        assert fused_by(compiled) == 1
+    assert fused_by(compiled) == 0
+
+
+def test_passes_of_ours_run_once_in_a_backend_that_imported_inductor_before() -> None:
+    seen = []
+    asynctp_passes.enable(OFF)
+    with torch._inductor.config.patch(post_grad_custom_post_pass=seen.append):
+        options = backend.with_passes({}, asynctp_passes.AsyncTPPass(OFF))
+    with torch._inductor.config.patch(options):
+        assert fused_by(torch.compile(program, backend=FORMER["compile_fx"])) == 1
+    assert len(seen) == len(asynctp_passes.reports()) == 1
 
 
 def test_other_backends_are_left_alone() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_training import STRICT, compiled, plain_layer, shard_of, start, train
+import torch.distributed as dist
+from compiled_training import QUICK, STRICT, compiled, plain_layer, shard_of, start, train
 from joint_graphs import tagged
-from ranks import imagined_ranks
+from ranks import imagined_ranks, run_ranks
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -60,7 +61,7 @@ def trained(mesh: DeviceMesh, program: Callable[..., Any] | None = None, **optio
     layer, weights = plain_layer(mesh)
 
     def whole(x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(layer, x.tanh(), use_reentrant=False) if program is checkpoint else layer(x.tanh())
+        out: Tensor = checkpoint(layer, x * x, use_reentrant=False) if program is checkpoint else layer(x * x)
         return out
 
     options = {**STRICT, "post_grad_custom_pre_pass": kept, **options}
@@ -69,7 +70,7 @@ def trained(mesh: DeviceMesh, program: Callable[..., Any] | None = None, **optio
 
 
 def test_the_forward_keeps_the_shard(mesh: DeviceMesh) -> None:
-    """Of what was gathered, nothing; the shard is cheaply computed from the input."""
+    """Of what was gathered, nothing; the shard is cheaply computed from the input, which the backward needs anyway."""
     never, (_, backward) = trained(mesh, rematerialize="never")
     assert "made again" not in str(backward)
     always, (forward, backward) = trained(mesh, rematerialize="always")
@@ -106,6 +107,40 @@ def test_an_input_that_autograd_sees_changed(mesh: DeviceMesh, rematerialize: st
     assert not any(remark.rematerialized_bytes for remark in backward.remarks)
 
 
+def overwritten(rank: int, world_size: int) -> list[bool]:
+    """Gradients equal plain Inductor's where the input is written between forward and backward, as a receive does."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    layer, weights = plain_layer(mesh)
+
+    def squared(x: Tensor) -> Tensor:
+        out: Tensor = layer(x * x)
+        return out
+
+    right = []
+    for program in (layer, squared):
+        for write in (lambda x: x.data.fill_(3.0), lambda x: dist.broadcast(x.detach(), 0), lambda x: None):
+            found = []
+            for options in (None, {"rematerialize": "always"}):
+                torch._dynamo.reset()
+                backend, given = ("inductor", QUICK) if options is None else ("asynctp", {**STRICT, **options})
+                x = shard_of(mesh, 2, 4, 16).detach()
+                y = torch.compile(program, backend=backend, options=given)(x)
+                write(x)
+                y.square().sum().backward()
+                found.append([weight.grad for weight in weights])
+                for weight in weights:
+                    weight.grad = None
+            right.append(all(torch.allclose(*pair, atol=1e-5) for pair in zip(*found, strict=True)))
+    return right
+
+
+@pytest.mark.ranks
+def test_an_input_that_is_written_before_the_backward() -> None:
+    """It is the program's memory: what was gathered is kept, unless the backward needs the input anyway."""
+    for right in run_ranks(2, overwritten, timeout_s=200):
+        assert right == [True] * 6
+
+
 def test_small_programs_stay_as_they_are(mesh: DeviceMesh) -> None:
     _, (_, backward) = trained(mesh)
     assert backward.others == ()
@@ -140,7 +175,7 @@ def test_without_the_backend(mesh: DeviceMesh) -> None:
     start()
     layer, weights = plain_layer(mesh)
     with torch._inductor.config.patch(patches):
-        train(compiled(lambda x: layer(x.tanh()), "inductor"), shard_of(mesh, 2, 4, 16), weights)
+        train(compiled(lambda x: layer(x * x), "inductor"), shard_of(mesh, 2, 4, 16), weights)
     forward, backward = asynctp_passes.reports()
     assert (len(forward.fused), len(backward.fused)) == (2, 2)
     assert backward.others[0].rematerialized_bytes

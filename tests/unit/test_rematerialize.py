@@ -22,7 +22,7 @@ Build = Callable[[GraphBuilder], tuple[Node, ...]]
 
 # --- joint graphs by hand --------------------------------------------------------------------------------------
 class Layer:
-    """`y = all_gather(x) @ w` and the gradient of its input; `rows` are a rank's."""
+    """`y = all_gather(relu(x)) @ w` and the gradient of its input; `rows` are a rank's."""
 
     def __init__(self, b: GraphBuilder, rows: int = 4, width: int = 8, columns: int = 6, name: str = "") -> None:
         self.b = b
@@ -31,7 +31,8 @@ class Layer:
         self.dy = b.input(f"tangents_{name or 1}", [rows * b.ranks, columns], torch.bfloat16)
         self.full = b.gather(b.relu(self.x))
         self.y = b.mm(self.full, self.w)
-        self.dx = b.scatter(b.mm(self.dy, b.permute(self.w, [1, 0])))
+        gradient = b.scatter(b.mm(self.dy, b.permute(self.w, [1, 0])))
+        self.dx = b.call(aten.threshold_backward.default, gradient, self.x, 0)
 
     def dw(self, of: Node | None = None) -> Node:
         """The weight's gradient: the products of what was gathered, or of what was computed from it, and of `dy`."""
@@ -145,7 +146,7 @@ def view_of_what_is_written(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 def joined_with_another(b: GraphBuilder) -> tuple[Node, ...]:
-    """What is laid out from more than the gathered tensor is for the partitioner to keep or not."""
+    """The other tensor would be kept, which is the program's."""
     layer, other = Layer(b), b.input("primals_other", [8, 8], torch.bfloat16)
     joined = b.cat([layer.full, other])
     return layer.y, layer.dx, b.mm(b.permute(joined, [1, 0]), b.cat([layer.dy, layer.dy]))
@@ -156,6 +157,47 @@ def scatter_is_needed(b: GraphBuilder) -> tuple[Node, ...]:
     layer = Layer(b)
     scattered = b.scatter(b.mm(b.input("primals_3", [8, 6]), b.input("primals_4", [6, 6])))
     return layer.y, layer.dx, b.mm(b.permute(scattered, [1, 0]), b.input("tangents_2", [4, 3]))
+
+
+def input_is_gathered(b: GraphBuilder, needed: bool = False) -> tuple[Node, ...]:
+    """Where the backward needs no input, the program may write to it before: a buffer that it receives in, say."""
+    layer = Layer(b)
+    x = b.input("primals_other", [4, 8], torch.bfloat16)
+    full = b.gather(b.reshape(x, [4, 8]))
+    y, dw = b.mm(full, layer.w), b.mm(b.permute(full, [1, 0]), layer.dy)
+    gradient = b.scatter(b.mm(layer.dy, b.permute(layer.w, [1, 0])))
+    return y, b.mul(gradient, x) if needed else gradient, dw
+
+
+def input_is_needed_anyway(b: GraphBuilder) -> tuple[Node, ...]:
+    return input_is_gathered(b, needed=True)
+
+
+def cheaply_computed_from_an_input(b: GraphBuilder) -> tuple[Node, ...]:
+    """The partitioner would keep the input, and compute the shard again."""
+    layer = Layer(b)
+    full = b.gather(b.relu(b.mul(b.relu(b.input("primals_other", [4, 8], torch.bfloat16)), layer.x)))
+    return b.mm(full, layer.w), layer.dx, b.mm(b.permute(full, [1, 0]), layer.dy)
+
+
+def computed_by_a_matmul(b: GraphBuilder, returned: bool = False) -> tuple[Node, ...]:
+    """Matmuls are not computed again, so that their result is kept, which only the graph has."""
+    layer, other = Layer(b), b.input("primals_other", [4, 8], torch.bfloat16)
+    shard = b.relu(b.mm(other, b.input("primals_square", [8, 8], torch.bfloat16)))
+    full = b.gather(shard)
+    results = b.mm(full, layer.w), layer.dx, b.mm(b.permute(full, [1, 0]), layer.dy)
+    return (*results, b.reshape(shard, [32])) if returned else results
+
+
+def shard_is_returned(b: GraphBuilder) -> tuple[Node, ...]:
+    return computed_by_a_matmul(b, returned=True)
+
+
+def joined_with_what_is_needed_anyway(b: GraphBuilder) -> tuple[Node, ...]:
+    layer, other = Layer(b), b.input("primals_other", [8, 8], torch.bfloat16)
+    joined = b.cat([layer.full, other])
+    dw = b.mm(b.permute(joined, [1, 0]), b.cat([layer.dy, layer.dy]))
+    return layer.y, layer.dx, dw, b.mm(b.permute(other, [1, 0]), layer.dy)
 
 
 def nothing_to_gather_for(b: GraphBuilder) -> tuple[Node, ...]:
@@ -189,7 +231,13 @@ CASES: dict[Build, list[str]] = {
     shard_is_written: [],
     no_matmul_takes_it: [],
     view_of_what_is_written: [],
-    joined_with_another: [*GATHER, "cat", "permute_1"],
+    joined_with_another: [],
+    joined_with_what_is_needed_anyway: [*GATHER, "cat", "permute_1"],
+    input_is_gathered: [],
+    input_is_needed_anyway: ["all_gather_into_tensor_1", "wait_tensor_2", "permute_1"],
+    cheaply_computed_from_an_input: [],
+    computed_by_a_matmul: ["all_gather_into_tensor_1", "wait_tensor_2", "permute_1"],
+    shard_is_returned: [],
     scatter_is_needed: [],
     nothing_to_gather_for: [],
 }
@@ -244,7 +292,8 @@ def quantized_by_rows_and_by_columns(rows: int, width: int, columns: int) -> Bui
     """As in fp8 with rowwise scales: quantized by rows for the product, and by columns for the weight's gradient."""
 
     def build(b: GraphBuilder) -> tuple[Node, ...]:
-        full = b.gather(b.relu(b.input("primals_x", [rows, width], torch.bfloat16)))
+        x = b.input("primals_x", [rows, width], torch.bfloat16)
+        full = b.gather(b.relu(x))
         scale = b.call(aten.amax.default, b.call(aten.abs.default, full), [1], True)
         scale = b.call(torch.ops.prims.convert_element_type.default, scale, torch.float32)
         fp8 = torch.ops.prims.convert_element_type.default
@@ -254,7 +303,7 @@ def quantized_by_rows_and_by_columns(rows: int, width: int, columns: int) -> Bui
         largest = b.call(aten.amax.default, b.call(aten.abs.default, full), [0], True)
         by_columns = b.call(aten.div.Tensor, full, largest)
         dy = b.input("tangents_1", [rows * b.ranks, columns], torch.bfloat16)
-        return y, b.mm(b.permute(by_columns, [1, 0]), dy), b.scatter(dy)
+        return y, b.mm(b.permute(by_columns, [1, 0]), dy), b.mm(b.permute(x, [1, 0]), b.scatter(dy))
 
     return build
 
@@ -293,10 +342,11 @@ def test_auto_leaves_symbolic_sizes() -> None:
     found = {}
     for rematerialize in ("auto", "always"):
         b = GraphBuilder(ranks=2)
-        full = b.gather(b.input("primals_1", [1 << 14, 4096], dynamic=0))
+        x = b.input("primals_1", [1 << 14, 4096], dynamic=0)
+        full = b.gather(x)
         y = b.mm(full, b.input("primals_2", [4096, 6]))
         dy = b.mul(y, b.input("tangents_1", [6]))
-        graph = b.returns(y, b.mm(b.permute(full, [1, 0]), dy), b.scatter(dy))
+        graph = b.returns(y, b.mm(b.permute(full, [1, 0]), dy), b.mm(b.permute(x, [1, 0]), b.scatter(dy)))
         joint_pass.run_joint(graph, Config(rematerialize=rematerialize))
         found[rematerialize] = len(tagged(graph))
     assert found == {"auto": 0, "always": 3}
@@ -311,7 +361,7 @@ def test_views_of_computed_sizes() -> None:
     view = b.reshape(full, [rows, 8])
     y = b.mm(view, b.input("primals_2", [8, 6]))
     dy = b.mul(y, b.input("tangents_1", [6]))
-    graph = b.returns(y, b.mm(b.permute(view, [1, 0]), dy), b.scatter(dy))
+    graph = b.returns(y, b.mm(b.permute(view, [1, 0]), dy), b.scatter(dy), b.mul(x, b.call(aten.sum.default, dy)))
     joint_pass.run_joint(graph, Config(rematerialize="always"))
     assert tagged(graph) == [*GATHER, "reshape", "permute"]
 
