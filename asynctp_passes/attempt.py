@@ -73,7 +73,7 @@ class Attempt:
         with internal.contained("tell the other ranks"):
             plan = self._all_alone()
         try:
-            raise_if_strict(report, self._config)
+            raise_if_strict(self._graph, report, self._config)
         except AsyncTPError as raised:
             raise raised from error
         if plan is not None:

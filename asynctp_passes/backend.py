@@ -30,7 +30,7 @@ from asynctp_passes.reporting.across import Border, forget
 from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
-from asynctp_passes.reporting.strictness import raise_if_strict
+from asynctp_passes.reporting.strictness import raise_if_strict_across
 from asynctp_passes.reporting.torch_notes import from_another_process, hidden_calls
 
 __all__ = ["AsyncTPPass", "RematerializePass", "asynctp", "clear_reports", "reports", "require", "summary"]
@@ -292,7 +292,7 @@ def compile_graph(
     across, fused = border.missed(forward, config)
     if across is not None:
         try:
-            raise_if_strict(across, config, elsewhere=fused)
+            raise_if_strict_across(across, config, fused)
         except AsyncTPError:
             _publish(across, config, across=True, raised=True)
             raise
@@ -393,7 +393,8 @@ def _send_with_cache_entry(report: Report) -> None:
 def _publish_cached(config: Config | None, *, compiling: bool, named: bool = True) -> list[Report]:
     """Publish the reports of `_read_cached`, and return them. config: names the sinks; None keeps the reports only."""
     replayed = _read_cached(compiling=compiling, named=named)
-    _publish_all(replayed, config)
+    for report in replayed:
+        _publish(report, config, strayed=not named)
     return replayed
 
 
@@ -458,13 +459,15 @@ def _publish(
     names: graph_page.Names | None = None,
     across: bool = False,
     raised: bool = False,
+    strayed: bool = False,
 ) -> None:
     """Keep the report, and send it to the log, the trace, the file and the page that the configuration names.
 
-    across: It is of chains that lie in two graphs. raised: An error has its text, so the log need not.
+    across: It is of chains that lie in two graphs. raised: An error has its text, so the log need not. strayed: It came
+    from the cache, and the compile under way may be another one.
     """
     with contained("keep the picture of the process"):
-        picture.note(report, across)
+        picture.note(report, across, raised=raised, strayed=strayed)
     if not report.remarks and not report.internal_errors:
         return
     with _lock:

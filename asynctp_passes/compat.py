@@ -942,6 +942,45 @@ def _compile_id() -> Any:
     return CompileContext.current_compile_id()
 
 
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count()
+
+
+def compile_under_way() -> tuple[int, int] | None:
+    """The number of Dynamo's compile under way, and of its attempt at that; None outside one.
+
+    All graphs into which torch cuts one function have the same numbers, and a backward that is compiled later has its
+    forward's. Dynamo's own name of a compile comes again after `torch._dynamo.reset()`, and this number does not.
+    """
+    from torch._guards import CompileContext
+
+    context = CompileContext.try_get()
+    if context is None or context.compile_id is None:
+        return None
+    if context not in _numbers:
+        _numbers[context] = next(_next_number)
+    return _numbers[context], context.attempt
+
+
+def whole_graph() -> tuple[fx.GraphModule, bool] | None:
+    """The graph that Inductor compiles just now, with its subgraphs; None outside of its post-grad passes.
+
+    The second value is False while the passes run on a subgraph, as on a branch of `torch.cond`. They run on all
+    subgraphs first.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not _runs_passes(frame):
+        frame = frame.f_back
+    inner = frame
+    while frame is not None and frame.f_back is not None and _runs_passes(frame.f_back):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_locals["gm"], frame is inner)
+
+
+def _runs_passes(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "_recursive_post_grad_passes" and "gm" in frame.f_locals
+
+
 def compile_name() -> str:
     """The name of the compile under way (`"graph 0/0"`), or `"graph"` outside one."""
     compile_id = _compile_id()

@@ -53,7 +53,7 @@ def _fuse(graph: fx.Graph, config: Config, attempt: Attempt) -> Report:
     votes = attempt.vote(ballots_of(plan))
     plan = without_refused(plan, votes, agreed)
     report = report_of(graph, plan, config, votes)
-    raise_if_strict(report, config)
+    raise_if_strict(graph, report, config)
     return with_calls(report, rewrite(graph, plan))
 
 

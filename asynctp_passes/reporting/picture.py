@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -32,8 +33,9 @@ _SHOWN = 5
 class Summary:
     """All that was compiled in this process with asynctp, in numbers and texts.
 
-    A function that was compiled several times counts once for each of its graphs, with the compile that has the most
-    missed chains, then the fewest fused ones.
+    All graphs into which torch cuts one compile of a function count together. A function that was compiled several
+    times counts once for its forward and once for its backward: with the compile that has the most missed chains, then
+    the fewest fused ones.
 
     Attributes:
         fused: Chains that became one op.
@@ -96,6 +98,30 @@ class Summary:
             )
 
 
+@dataclass
+class _Compile:
+    """The reports of one compile of a function, of one phase: one for each graph into which torch cut it.
+
+    Attributes:
+        attempt: Dynamo's number of the attempt; the next one compiles all graphs again.
+        ended: An error of asynctp's ended it; where torch tries again, it compiles all graphs again.
+        reports: The reports.
+    """
+
+    attempt: int = 0
+    ended: bool = False
+    reports: list[Report] = field(default_factory=list)
+
+    def badness(self) -> tuple[int, int]:
+        """A measure by which the worst compile of a function is told."""
+        failed = sum(len(report.missed) + len(report.internal_errors) for report in self.reports)
+        return failed, -sum(len(report.fused) for report in self.reports)
+
+
+_Key = tuple[str, str, str, bool]
+"""The function, by Dynamo's name and its own; the phase; and whether it is of chains that lie in two graphs."""
+
+
 class Picture:
     """Collects the reports of this process. A warning, once, says that there is nothing to fuse in its graphs."""
 
@@ -106,7 +132,8 @@ class Picture:
     def forget(self) -> None:
         """Begin anew."""
         with self._lock:
-            self._worst: dict[tuple[str, str, str, bool], Report] = {}
+            self._compiles: dict[_Key, dict[int, _Compile]] = {}
+            self._apart = itertools.count(-1, -1)
             self._names: dict[str, str] = {}
             self._graphs = self._from_cache = self._functions = self._multiplying = 0
             self._warned = self._distributed = False
@@ -123,25 +150,51 @@ class Picture:
             self._functions += 1
             self._distributed |= distributed
 
-    def note(self, report: Report, across: bool = False) -> None:
-        """A graph was compiled, or came from Inductor's cache; across: it is of chains that lie in two graphs."""
+    def note(self, report: Report, across: bool = False, *, raised: bool = False, strayed: bool = False) -> None:
+        """A graph was compiled, or came from Inductor's cache.
+
+        Args:
+            report: Its report.
+            across: It is of chains that lie in two graphs.
+            raised: An error of asynctp's ends the compile.
+            strayed: It came from the cache, and the compile under way may be another one.
+        """
         with self._lock:
             if not across:
                 self._graphs += 1
                 self._from_cache += report.from_cache
                 self._multiplying += report.matmuls > 0
-            function = report.graph.partition("/")[0] if "/" in report.graph else f"graph {len(self._worst)}"
+            function = report.graph.partition("/")[0] if "/" in report.graph else f"graph {len(self._compiles)}"
             if (known := compat.compiled_function()) is not None:
                 self._names[function] = known.name  # numbers begin anew after torch._dynamo.reset()
-            key = (function, self._names.get(function, ""), report.phase, across)
-            worst = self._worst.get(key)
-            if worst is None or _badness(report) >= _badness(worst):
-                self._worst[key] = report
+            number, attempt = (None if strayed else compat.compile_under_way()) or (next(self._apart), 0)
+            compiles = self._compiles.setdefault((function, self._names.get(function, ""), report.phase, across), {})
+            one = compiles.get(number)
+            if one is None or one.ended or one.attempt != attempt:
+                one = compiles[number] = _Compile(attempt)
+            one.reports.append(report)
+            one.ended = raised
+
+    def earlier(self, phase: str) -> list[Report]:
+        """The reports that the compile under way has so far, of graphs of one phase."""
+        under_way = compat.compile_under_way()
+        if under_way is None:
+            return []
+        number, attempt = under_way
+        with self._lock:
+            alike = [compiles for key, compiles in self._compiles.items() if key[2:] == (phase, False)]
+            found = [compiles[number] for compiles in alike if number in compiles]
+        return [report for one in found if one.attempt == attempt and not one.ended for report in one.reports]
+
+    def _worst(self) -> list[Report]:
+        """The reports of the worst compile of each function, the latest of several."""
+        worst = [max(reversed(compiles.values()), key=_Compile.badness) for compiles in self._compiles.values()]
+        return [report for one in worst for report in one.reports]
 
     def summary(self) -> Summary:
         """The picture as it is now."""
         with self._lock:
-            reports, graphs, cached = list(self._worst.values()), self._graphs, self._from_cache
+            reports, graphs, cached = self._worst(), self._graphs, self._from_cache
         remarks = [remark for report in reports for remark in report.remarks]
         counts = Counter(remark.outcome for remark in remarks)
         return Summary(
@@ -169,7 +222,7 @@ class Picture:
         with self._lock:
             if self._warned or self._multiplying < enough:
                 return
-            reports = list(self._worst.values())
+            reports = self._worst()
             if any(report.fused or report.missed for report in reports) or not compat.has_peers():
                 return
             self._warned = True
@@ -182,10 +235,6 @@ class Picture:
             *(_many(count, "graph"), f" (expect={config.expect})" if config.expect else ""),
             " ".join(f"({number}) {cause}." for number, cause in enumerate(causes, 1)),
         )
-
-
-def _badness(report: Report) -> tuple[int, int]:
-    return len(report.missed) + len(report.internal_errors), -len(report.fused)
 
 
 def _by_op(calls: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:

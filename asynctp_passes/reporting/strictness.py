@@ -2,36 +2,76 @@
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
+
+from torch import fx
+
+from asynctp_passes import compat
 from asynctp_passes.config import Config
 from asynctp_passes.errors import ExpectError, StrictError
 from asynctp_passes.reasons import INTERNAL_ERROR
-from asynctp_passes.reporting.report import Remark, Report
+from asynctp_passes.reporting.picture import picture
+from asynctp_passes.reporting.report import Report
 
-__all__ = ["raise_if_strict"]
+__all__ = ["raise_if_strict", "raise_if_strict_across"]
+
+_parts: weakref.WeakKeyDictionary[fx.GraphModule, dict[fx.Graph, Report]] = weakref.WeakKeyDictionary()
+"""The reports of a graph's subgraphs and its own, by the graph that Inductor compiles."""
 
 
-def raise_if_strict(report: Report, config: Config, elsewhere: int = 0) -> None:
+def raise_if_strict(graph: fx.Graph, report: Report, config: Config) -> None:
     """Raise what `config.strict` and `config.expect` ask for; called before the first edit of the graph.
 
+    A graph is judged together with its subgraphs, as branches of `torch.cond`, which come before it. On a subgraph
+    only `strict="all"` raises. Chains that the same compile has fused in earlier graphs count, too.
+
     Args:
-        report: The report.
+        graph: The graph.
+        report: Its report.
         config: The configuration.
-        elsewhere: Chains that are fused in graphs which the report's chains lie in, too.
 
     Raises:
         StrictError: `strict="all"` and a chain is MISSED, or there was an internal error; or `strict="zero"` and chains
             are in scope but none is FUSED.
-        ExpectError: chains are in scope and fewer than `config.expect` are FUSED.
+        ExpectError: Chains are in scope and fewer than `config.expect` are FUSED.
     """
-    fused, missed = len(report.fused) + elsewhere, report.missed
-    failed = missed or report.internal_errors
-    if (failed and config.strict == "all") or (missed and config.strict == "zero" and not fused):
-        raise StrictError(_strict_message(report, config, missed), report)
-    if (fused or missed) and fused < config.expect:
-        raise ExpectError(_expect_message(report, config, fused), report)
+    module, last = compat.whole_graph() or (None, True)
+    parts = {graph: report} if module is None else _parts.setdefault(module, {})
+    parts[graph] = report
+    if not last:
+        if config.strict == "all" and (report.missed or report.internal_errors):
+            raise StrictError(_strict_message(report, config), report)
+        return
+    others = picture.earlier(report.phase)  # those of subgraphs, too
+    inside = [part for part in parts.values() if part is not report and part.phase == report.phase]
+    elsewhere = sum(len(one.fused) for one in others) - sum(len(one.fused) for one in inside)
+    whole = dataclasses.replace(report, remarks=tuple(remark for part in parts.values() for remark in part.remarks))
+    _raise_if(whole, report, config, elsewhere, len(others) - len(inside))
 
 
-def _expect_message(report: Report, config: Config, fused: int) -> str:
+def raise_if_strict_across(report: Report, config: Config, elsewhere: int) -> None:
+    """The same for a report of chains that lie in two graphs; elsewhere: chains that are fused in these graphs."""
+    here = sum(len(one.fused) for one in picture.earlier(report.phase))
+    _raise_if(report, report, config, max(here, elsewhere))
+
+
+def _raise_if(whole: Report, own: Report, config: Config, elsewhere: int, earlier: int = 0) -> None:
+    """Judge a report; `own` goes with the error, and `earlier` counts graphs of the same compile before it."""
+    fused = len(whole.fused) + elsewhere
+    failed = whole.missed or whole.internal_errors
+    if (failed and config.strict == "all") or (whole.missed and config.strict == "zero" and not fused):
+        raise StrictError(_strict_message(whole, config, earlier), own)
+    if (fused or whole.missed) and fused < config.expect:
+        raise ExpectError(_expect_message(whole, config, fused, earlier), own)
+
+
+def _name_of(report: Report, earlier: int) -> str:
+    piece = f", piece {earlier + 1} of this compile" if earlier else ""
+    return f"{report.graph} ({report.phase}{piece})"
+
+
+def _expect_message(report: Report, config: Config, fused: int, earlier: int) -> str:
     most = fused + len(report.missed)
     remedy = "mend what is missed"
     if most < config.expect:
@@ -40,16 +80,16 @@ def _expect_message(report: Report, config: Config, fused: int) -> str:
             "has any. asynctp_passes.require(fused=N) counts those of all graphs"
         )
     return (
-        f"asynctp: expect={config.expect}, but {fused} of the {most} chains of {report.graph} ({report.phase}) are "
+        f"asynctp: expect={config.expect}, but {fused} of the {most} chains of {_name_of(report, earlier)} are "
         f"fused. Remedy: {remedy}\n{report}"
     )
 
 
-def _strict_message(report: Report, config: Config, missed: tuple[Remark, ...]) -> str:
-    codes = ", ".join(sorted({remark.code for remark in missed})) or INTERNAL_ERROR.code
-    chains = len(missed) + len(report.fused)
+def _strict_message(report: Report, config: Config, earlier: int = 0) -> str:
+    codes = ", ".join(sorted({remark.code for remark in report.missed})) or INTERNAL_ERROR.code
+    chains = len(report.missed) + len(report.fused)
     return (
-        f"{codes}: asynctp fused {len(report.fused)} of {chains} chains of {report.graph} ({report.phase}) "
+        f"{codes}: asynctp fused {len(report.fused)} of {chains} chains of {_name_of(report, earlier)} "
         f'and strict="{config.strict}" does not allow that. Mend the chains below, or compile with '
         f'strict="off".\n{report}'
     )

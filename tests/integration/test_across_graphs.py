@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import asynctp_passes
-from asynctp_passes import ExpectError, Remark, StrictError, backend, compat
+from asynctp_passes import ExpectError, Remark, Report, StrictError, backend, compat
+from asynctp_passes.reporting.picture import Picture
 
 Program = Callable[..., Any]
 OFF = {"strict": "off"}
@@ -440,6 +442,124 @@ def test_the_summary_counts_a_function_once() -> None:
     asynctp_passes.clear_reports()
     left = asynctp_passes.summary()
     assert left == asynctp_passes.Summary(breaks=left.breaks, calls=left.calls)
+
+
+def fuses(x: Tensor) -> Tensor:
+    return gathered(x) @ W
+
+
+def misses(x: Tensor) -> Tensor:
+    return gathered(x).softmax(0) @ W
+
+
+def of_branches(one: Program, other: Program, before: Program = torch.clone) -> Program:
+    def program(x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda x: one(x) + 1, lambda x: other(x * 2) + 2, (x,)), before(x)
+
+    return program
+
+
+@torch.compiler.nested_compile_region
+def region(x: Tensor) -> Tensor:
+    return fuses(x)
+
+
+def of_a_region(x: Tensor) -> Tensor:
+    """It is one graph, which runs twice."""
+    return region(x).sum() + region(x)
+
+
+def in_pieces(*programs: Program, **options: Any) -> Program:
+    """All programs in one function, each compiled by a call of its own, as DDP's buckets are."""
+
+    def compile_pieces(gm: torch.fx.GraphModule, inputs: list[Any]) -> Program:
+        def piece(number: int) -> Any:
+            graph, copied = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+            graph.graph_copy(gm.graph, copied)
+            graph.output((copied[gm.graph.output_node().args[0][number]],))
+            graph.eliminate_dead_code()
+            return backend.asynctp(torch.fx.GraphModule(gm, graph), inputs, options={**OFF, **options})
+
+        made = [piece(number) for number in range(len(programs))]
+        return lambda *given: [one(*given)[0] for one in made]
+
+    compiled: Program = torch.compile(lambda x: [one(x) for one in programs], backend=compile_pieces)
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("program", "fused", "missed"),
+    [
+        (compiled(of_branches(fuses, fuses)), 2, 0),
+        (compiled(of_branches(misses, misses)), 0, 2),
+        (compiled(of_branches(fuses, misses, fuses)), 2, 1),
+        (compiled(of_a_region), 1, 0),
+        (in_pieces(fuses, lambda x: fuses(x) + 1, misses), 2, 1),
+    ],
+    ids=["branches", "misses", "branches-and-more", "region", "pieces"],
+)
+def test_the_summary_counts_all_graphs_of_a_compile(program: Program, fused: int, missed: int) -> None:
+    """And those of one compile alone: a recompile, and a compile after a reset, are the same function's."""
+    for rows in (4, 6):
+        torch._dynamo.mark_static(x := torch.ones(rows, 16))
+        program(x)
+    torch._dynamo.reset()
+    program(torch.ones(4, 16))
+    found = asynctp_passes.summary()
+    assert (found.fused, found.missed) == (fused, missed)
+    asynctp_passes.require(fused=fused, missed=missed)
+    with pytest.raises(ExpectError):
+        asynctp_passes.require(fused=fused + 1, missed=missed)
+
+
+def test_graphs_that_torch_compiles_again_count_once() -> None:
+    """After an error of asynctp's, as in a backward, and in another attempt at a function."""
+    fused, missed = (
+        Report("graph 0/0", "backward", (Remark(outcome, "all_gather_matmul", "gather"),))
+        for outcome in ("FUSED", "MISSED")
+    )
+    found = Picture()
+    for attempt in (0, 1):
+        with mock.patch.object(compat, "compile_under_way", return_value=(0, attempt)):
+            for _ in range(2):
+                found.note(fused)
+                assert found.earlier("backward") == [fused]
+                found.note(missed, raised=True)
+                assert found.earlier("backward") == []
+    assert (found.summary().fused, found.summary().missed) == (1, 1)
+
+
+# --- strictness ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "program",
+    [of_branches(misses, lambda x: x.new_zeros(8, 8), fuses), of_branches(misses, fuses), of_branches(fuses, misses)],
+)
+def test_a_graph_is_judged_with_its_branches(program: Program) -> None:
+    compiled(program, strict="zero", expect=1)(torch.ones(4, 16))
+    found = asynctp_passes.summary()
+    assert (found.fused, found.missed) == (1, 1)
+    for options, error in (({"strict": "all"}, StrictError), ({"expect": 2}, ExpectError)):
+        torch._dynamo.reset()
+        with pytest.raises(torch._inductor.exc.InductorError) as raised:
+            compiled(program, **options)(torch.ones(4, 16))
+        assert isinstance(raised.value.inner_exception, error)
+
+
+def test_branches_that_fuse_nothing_raise_on_every_compile() -> None:
+    for _ in range(2):
+        torch._dynamo.reset()
+        with pytest.raises(torch._inductor.exc.InductorError, match=r"fused 0 of 2 chains of graph 0/0") as raised:
+            compiled(of_branches(misses, misses), strict="zero")(torch.ones(4, 16))
+        assert isinstance(raised.value.inner_exception, StrictError)
+        assert str(raised.value).count("! MISSED") == 2
+
+
+def test_a_piece_is_judged_with_those_before_it() -> None:
+    in_pieces(fuses, misses, strict="zero", expect=1)(torch.ones(4, 16))
+    assert len(missed()) == 1
+    torch._dynamo.reset()
+    with pytest.raises(torch._inductor.exc.InductorError, match=r"\(inference, piece 2 of this compile\)"):
+        in_pieces(lambda x: x @ W, misses, strict="zero")(torch.ones(4, 16))
 
 
 def test_the_summary_counts_calls_by_implementation() -> None:
