@@ -9,7 +9,7 @@ import pytest
 from graph_builder import GraphBuilder, aten, snapshot
 from torch.fx import Graph
 
-from asynctp_passes import AsyncTPError, Config, ExpectError, GroupError, Report, StrictError, run
+from asynctp_passes import AsyncTPError, Config, ExpectError, GroupError, Report, StrictError, compat, run
 
 
 def graph_of(*, fused: int = 0, reordered: int = 0, computed: int = 0, returned: int = 0) -> Graph:
@@ -59,6 +59,13 @@ def test_levels(strict: str, expect: int, chains: dict[str, int], error: type[As
     assert type(raised.value) is error
     assert snapshot(graph) == before
     graph.lint()
+
+
+def test_zero_waits_for_later_pieces_of_a_graph_that_is_cut_for_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "is_cut_for_ddp", lambda: True)
+    assert run(graph_of(reordered=1), config(strict="zero")).missed
+    with pytest.raises(StrictError):
+        run(graph_of(reordered=1), config(strict="all"))
 
 
 def test_the_default_is_zero() -> None:
