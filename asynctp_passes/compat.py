@@ -672,6 +672,14 @@ def recompute_tag(node: fx.Node) -> Any:
     return node.meta.get(_RECOMPUTE)
 
 
+def may_alias(node: fx.Node) -> bool:
+    """True for a node whose result may lie in the memory of its first input, as a view's."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.target is operator.getitem
+    return any(one.alias_info is not None for one in schema.returns)
+
+
 def may_be_recomputed(node: fx.Node) -> bool:
     """Whether the partitioner may compute a node of a forward again in the backward; True where that is not known."""
     import torch._functorch.config as config

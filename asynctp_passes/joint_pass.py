@@ -81,6 +81,7 @@ def _tag(graph: fx.Graph, config: Config, attempt: Attempt) -> None:
 
 def _make_again(chosen: Rematerialization, agreed: Ballot) -> None:
     compat.recompute_in_backward(chosen.nodes)
+    compat.save_instead(chosen.saved, ())
     chosen.gather.node.meta[REMATERIALIZED] = chosen.bytes or 0
     chosen.gather.node.meta[AGREED] = agreed
 

@@ -28,9 +28,10 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import mutates, traits_of
+from asynctp_passes.ir.op_traits import WHOLE
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import live, reachable, tangents_of
-from asynctp_passes.layout.propagation import is_view, views_of
+from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.matching.near_miss import reduces, transparent
 from asynctp_passes.planning import cost_model
@@ -72,12 +73,15 @@ class Rematerialization:
     Attributes:
         gather: The collective.
         nodes: Itself, its views, and what the backward needs of it: all that is computed again.
+        saved: What these are computed from, as the shard, if it must be saved: computed again it would be read from
+            memory of the program's.
         bytes: Of the gathered tensor; None where its size is symbolic.
         chosen: It is made again.
     """
 
     gather: Collective
     nodes: tuple[fx.Node, ...]
+    saved: tuple[fx.Node, ...]
     bytes: int | None
     chosen: bool
 
@@ -92,19 +96,19 @@ def rematerializations(graph: fx.Graph, decisions: Sequence[Decision], remateria
     """
     computed = reachable(tangents_of(graph), lambda node: node.users)
     backward = {node for node in computed if node.op == "call_function"}
-    programs = _of_the_program(graph, backward & live(graph))
     written = {source for node in graph.nodes if mutates(node) for source in node.all_input_nodes}
     unsure = reachable(written | compat.inputs_written_after(graph), lambda node: node.users)
     taken = (one for one in decisions if _is_taken_in(one, backward))
     ways = {one.candidate.collective: _ways(one, backward) for one in taken}
     groups = {one.candidate.collective.group_key for one in decisions if one.candidate.collective.node in backward}
+    memory = ProgramMemory(graph, backward)
+    saved = {gather: memory.read_for(_made_again(gather, nodes)) for gather, nodes in ways.items() if nodes}
     gathers = [
         gather
-        for gather, nodes in ways.items()
-        if nodes
-        and gather.group_key in groups
-        and _is_free(gather, nodes, unsure)
-        and not any(programs.intersection(node.all_input_nodes) for node in _made_again(gather, nodes))
+        for gather, sources in saved.items()
+        if gather.group_key in groups
+        and _is_free(gather, ways[gather], unsure)
+        and not any(memory.has(one) or compat.recompute_tag(one) is not None for one in sources)
     ]
     chosen = (
         _overlapped(gathers, decisions, backward)
@@ -114,7 +118,13 @@ def rematerializations(graph: fx.Graph, decisions: Sequence[Decision], remateria
         else []
     )
     return [
-        Rematerialization(one, _made_again(one, ways[one]), cost_model.bytes_of(one.node), one in chosen)
+        Rematerialization(
+            one,
+            _made_again(one, ways[one]),
+            tuple(sorted(saved[one])),
+            cost_model.bytes_of(one.node),
+            one in chosen,
+        )
         for one in gathers
     ]
 
@@ -172,33 +182,49 @@ def _is_free(gather: Collective, way: Sequence[fx.Node], unsure: set[fx.Node]) -
     return not (returned or tagged) and unsure.isdisjoint(nodes)
 
 
-def _of_the_program(graph: fx.Graph, needing: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that the backward may get only from an input or a result of the graph which it does not need without them.
+class ProgramMemory:
+    """Memory of a joint graph that the program may write to between forward and backward: of inputs and of results.
 
-    The program may write to such a tensor before the backward, as to a buffer in which it receives. All others it gets
-    from what it needs anyway, or from what only the graph has: the result of an op that the partitioner never repeats.
+    Plain Inductor reads there in the backward only what the backward needs. A buffer in which the program receives may
+    have other data by then.
 
     Args:
         graph: A joint graph.
-        needing: The nodes of its backward.
+        backward: The nodes of its backward.
     """
-    found = set[fx.Node]()
-    for node in graph.nodes:
-        users = {user for one in _aliases(node) for user in one.users}
-        if _is_number(node) or not users.isdisjoint(needing):
-            continue
-        known = node.op == "placeholder" or any(user.op == "output" for user in users)
-        if known or (not found.isdisjoint(node.all_input_nodes) and compat.may_be_recomputed(node)):
-            found.add(node)
-    return found
 
+    def __init__(self, graph: fx.Graph, backward: set[fx.Node]) -> None:
+        self._bases: dict[fx.Node, fx.Node] = {}
+        wholes: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            source = next((one for one in node.all_input_nodes if not _is_number(one)), None)
+            alias = source is not None and compat.may_alias(node)
+            whole = alias and traits_of(node).view in WHOLE
+            self._bases[node] = self._bases[source] if alias and source is not None else node
+            wholes[node] = wholes[source] if whole and source is not None else node
+        returned = {self._bases[node] for node in graph.output_node().all_input_nodes}
+        inputs = {node for node in graph.nodes if node.op == "placeholder"}
+        self._written = inputs | returned
+        needed = {wholes[source] for node in backward & live(graph) for source in node.all_input_nodes}
+        self._read = set[fx.Node]()
+        for node in graph.nodes:
+            if _is_number(node) or wholes[node] in needed:
+                continue
+            again = not self._read.isdisjoint(node.all_input_nodes) and compat.may_be_recomputed(node)
+            if again or self.has(node):
+                self._read.add(node)
 
-def _aliases(node: fx.Node) -> list[fx.Node]:
-    """The node and views of it that lie in the same memory, or may."""
-    found = [node]
-    for one in found:
-        found += (user for user in one.users if is_view(user) and not traits_of(user).copies and user not in found)
-    return found
+    def has(self, node: fx.Node) -> bool:
+        """The node's values lie in such memory."""
+        return self._bases[node] in self._written
+
+    def read_for(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+        """Inputs of nodes for which the backward may read such memory, although it needs none of that without them.
+
+        It need not for those that do not lie there, if they are saved.
+        """
+        sources = {source for node in nodes for source in node.all_input_nodes} - set(nodes)
+        return sources & self._read
 
 
 def _overlapped(

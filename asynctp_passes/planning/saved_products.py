@@ -18,8 +18,8 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.traversal import reachable, tangents_of
-from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Decision, ScatterChain
+from asynctp_passes.planning.rematerialize import ProgramMemory
 
 __all__ = ["SavedProduct", "saved_products"]
 
@@ -48,13 +48,13 @@ def saved_products(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Saved
         decisions: One for each of its collectives.
     """
     backward = reachable(tangents_of(graph), lambda node: node.users)
-    found = []
+    memory, found = ProgramMemory(graph, backward), []
     for one in decisions:
         chain, own = one.candidate.chain, one.candidate.collective
         if one.refusal is not None or not isinstance(chain, ScatterChain) or chain.joined or own.node in backward:
             continue
         unreduced = tuple(node for node in (*nodes_of(chain.matmuls), *chain.views) if compat.is_saved(node))
-        returned = any(user.op == "output" for view in views_of(own.results) for user in view.users)
-        if unreduced and own.waits and not returned and not any(map(compat.is_saved, own.results)):
+        saved = any(map(compat.is_saved, own.results)) or any(map(memory.has, own.results))
+        if unreduced and own.waits and not saved:
             found.append(SavedProduct(own, unreduced))
     return found

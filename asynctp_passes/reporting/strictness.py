@@ -43,11 +43,14 @@ def raise_if_strict(graph: fx.Graph, report: Report, config: Config) -> None:
         if config.strict == "all" and (report.missed or report.internal_errors):
             raise StrictError(_strict_message(report, config), report)
         return
+    if module is not None:
+        del _parts[module]
     others = picture.earlier(report.phase)  # those of subgraphs, too
     inside = [part for part in parts.values() if part is not report and part.phase == report.phase]
-    elsewhere = sum(len(one.fused) for one in others) - sum(len(one.fused) for one in inside)
+    # of graphs that Dynamo does not compile, the picture knows no others
+    elsewhere = max(0, sum(len(one.fused) for one in others) - sum(len(one.fused) for one in inside))
     whole = dataclasses.replace(report, remarks=tuple(remark for part in parts.values() for remark in part.remarks))
-    _raise_if(whole, report, config, elsewhere, len(others) - len(inside))
+    _raise_if(whole, report, config, elsewhere, max(0, len(others) - len(inside)))
 
 
 def raise_if_strict_across(report: Report, config: Config, elsewhere: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -174,10 +175,29 @@ def input_is_needed_anyway(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 def cheaply_computed_from_an_input(b: GraphBuilder) -> tuple[Node, ...]:
-    """The partitioner would keep the input, and compute the shard again."""
+    """The partitioner would keep the input, and compute the shard again: the shard is saved."""
     layer = Layer(b)
     full = b.gather(b.relu(b.mul(b.relu(b.input("primals_other", [4, 8], torch.bfloat16)), layer.x)))
     return b.mm(full, layer.w), layer.dx, b.mm(b.permute(full, [1, 0]), layer.dy)
+
+
+def part_of_an_input(b: GraphBuilder, op: Any = aten.unbind.int, arguments: tuple[Any, ...] = (0,)) -> tuple[Node, ...]:
+    """A view, though the partitioner does not repeat it."""
+    layer, x = Layer(b), b.input("primals_other", [2, 4, 8], torch.bfloat16)
+    full = b.gather(b.reshape(b.call(operator.getitem, b.call(op, x, *arguments), 1), [4, 8]))
+    return b.mm(full, layer.w), layer.dx, b.mm(b.permute(full, [1, 0]), layer.dy)
+
+
+def part_by_its_size(b: GraphBuilder) -> tuple[Node, ...]:
+    return part_of_an_input(b, aten.split_with_sizes.default, ([1, 1],))
+
+
+def other_part_is_needed(b: GraphBuilder) -> tuple[Node, ...]:
+    """The backward needs one half of an input, and gathers the other."""
+    layer, x = Layer(b), b.input("primals_other", [8, 8], torch.bfloat16)
+    first, second = (b.call(aten.slice.Tensor, x, 0, begin, begin + 4) for begin in (0, 4))
+    full = b.gather(second)
+    return b.mm(full, layer.w), b.mul(layer.dx, first), b.mm(b.permute(full, [1, 0]), layer.dy)
 
 
 def computed_by_a_matmul(b: GraphBuilder, returned: bool = False) -> tuple[Node, ...]:
@@ -235,7 +255,10 @@ CASES: dict[Build, list[str]] = {
     joined_with_what_is_needed_anyway: [*GATHER, "cat", "permute_1"],
     input_is_gathered: [],
     input_is_needed_anyway: ["all_gather_into_tensor_1", "wait_tensor_2", "permute_1"],
-    cheaply_computed_from_an_input: [],
+    cheaply_computed_from_an_input: ["all_gather_into_tensor_1", "wait_tensor_2", "permute_1"],
+    part_of_an_input: [],
+    part_by_its_size: [],
+    other_part_is_needed: [],
     computed_by_a_matmul: ["all_gather_into_tensor_1", "wait_tensor_2", "permute_1"],
     shard_is_returned: [],
     scatter_is_needed: [],
@@ -246,6 +269,13 @@ CASES: dict[Build, list[str]] = {
 @pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
 def test_what_is_tagged(build: Build) -> None:
     assert tagged(joint(build)) == CASES[build]
+
+
+def test_a_shard_that_would_be_read_from_an_input_is_saved() -> None:
+    saved = CheckpointPolicy.MUST_SAVE
+    for build, shards in ((cheaply_computed_from_an_input, ["relu_2"]), (needed, []), (computed_by_a_matmul, [])):
+        graph = joint(build)
+        assert [node.name for node in graph.nodes if compat.recompute_tag(node) is saved] == shards
 
 
 def test_what_is_not_fused_is_kept() -> None:
