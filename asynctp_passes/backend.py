@@ -393,8 +393,7 @@ def _send_with_cache_entry(report: Report) -> None:
 def _publish_cached(config: Config | None, *, compiling: bool, named: bool = True) -> list[Report]:
     """Publish the reports of `_read_cached`, and return them. config: names the sinks; None keeps the reports only."""
     replayed = _read_cached(compiling=compiling, named=named)
-    for report in replayed:
-        _publish(report, config, strayed=not named)
+    _publish_all(replayed, config, strayed=not named)
     return replayed
 
 
@@ -411,9 +410,9 @@ def _read_cached(*, compiling: bool, named: bool = True) -> list[Report]:
     return replayed
 
 
-def _publish_all(reports: Sequence[Report], config: Config | None) -> None:
+def _publish_all(reports: Sequence[Report], config: Config | None, *, strayed: bool = False) -> None:
     for report in reports:
-        _publish(report, config)
+        _publish(report, config, strayed=strayed)
 
 
 def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False, anew: bool = False) -> list[str]:

@@ -687,7 +687,8 @@ def may_be_recomputed(node: fx.Node) -> bool:
     cautious = config.ban_recompute_not_in_allowlist and not config.aggressive_recomputation
     if not cautious or config.activation_memory_budget != 1 or recompute_tag(node) is not None:
         return True
-    return _recomputable(node)
+    ops = _recomputable_ops()
+    return ops is None or bool(ops.is_recomputable(node))
 
 
 @functools.cache
@@ -695,11 +696,6 @@ def _recomputable_ops() -> Any:
     from torch._functorch import partitioners
 
     return getattr(partitioners, "get_default_op_list", lambda: None)()
-
-
-def _recomputable(node: fx.Node) -> bool:
-    ops = _recomputable_ops()
-    return ops is None or bool(ops.is_recomputable(node))
 
 
 def is_saved(node: fx.Node) -> bool:

@@ -16,7 +16,13 @@ from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import tangents_of
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import communicated
-from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED, Rematerialization, rematerializations
+from asynctp_passes.planning.rematerialize import (
+    AGREED,
+    REMATERIALIZED,
+    ProgramMemory,
+    Rematerialization,
+    rematerializations,
+)
 from asynctp_passes.planning.saved_products import SavedProduct, saved_products
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting import toposort
@@ -60,10 +66,11 @@ def _tag(graph: fx.Graph, config: Config, attempt: Attempt) -> None:
     decisions, context = decide_graph(graph, config)
     words = context.words
     tags: dict[tuple[str, str], Callable[[Ballot], None]] = {}  # by group and text, which names places in the group
-    for again in rematerializations(graph, decisions, config.rematerialize):
+    memory = ProgramMemory(graph)
+    for again in rematerializations(graph, decisions, memory, config.rematerialize):
         if again.chosen and context.compares(again.gather):
             tags[again.gather.group_key, words.of_rematerialized(again.gather)] = partial(_make_again, again)
-    for saved in saved_products(graph, decisions):
+    for saved in saved_products(graph, decisions, memory):
         if context.compares(saved.collective):
             tags[saved.collective.group_key, words.of_saved(saved.collective)] = partial(_save, saved)
     texts: dict[str, list[str]] = {}

@@ -40,6 +40,7 @@ __all__ = [
     "AGREED",
     "LEAST_BYTES",
     "REMATERIALIZED",
+    "ProgramMemory",
     "Rematerialization",
     "agreed_jointly",
     "rematerializations",
@@ -86,12 +87,15 @@ class Rematerialization:
     chosen: bool
 
 
-def rematerializations(graph: fx.Graph, decisions: Sequence[Decision], rematerialize: str) -> list[Rematerialization]:
+def rematerializations(
+    graph: fx.Graph, decisions: Sequence[Decision], memory: ProgramMemory, rematerialize: str
+) -> list[Rematerialization]:
     """The gathers of a joint graph that the backward needs too, in order, each with the choice.
 
     Args:
         graph: A joint graph, not yet partitioned.
         decisions: One for each of its collectives.
+        memory: The memory that the program may write to before the backward.
         rematerialize: As in `Config`.
     """
     computed = reachable(tangents_of(graph), lambda node: node.users)
@@ -101,7 +105,6 @@ def rematerializations(graph: fx.Graph, decisions: Sequence[Decision], remateria
     taken = (one for one in decisions if _is_taken_in(one, backward))
     ways = {one.candidate.collective: _ways(one, backward) for one in taken}
     groups = {one.candidate.collective.group_key for one in decisions if one.candidate.collective.node in backward}
-    memory = ProgramMemory(graph, backward)
     saved = {gather: memory.read_for(_made_again(gather, nodes)) for gather, nodes in ways.items() if nodes}
     gathers = [
         gather
@@ -190,10 +193,9 @@ class ProgramMemory:
 
     Args:
         graph: A joint graph.
-        backward: The nodes of its backward.
     """
 
-    def __init__(self, graph: fx.Graph, backward: set[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph) -> None:
         self._bases: dict[fx.Node, fx.Node] = {}
         wholes: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
@@ -205,7 +207,8 @@ class ProgramMemory:
         returned = {self._bases[node] for node in graph.output_node().all_input_nodes}
         inputs = {node for node in graph.nodes if node.op == "placeholder"}
         self._written = inputs | returned
-        needed = {wholes[source] for node in backward & live(graph) for source in node.all_input_nodes}
+        backward = reachable(tangents_of(graph), lambda node: node.users) & live(graph)
+        needed = {wholes[source] for node in backward for source in node.all_input_nodes if node.op == "call_function"}
         self._read = set[fx.Node]()
         for node in graph.nodes:
             if _is_number(node) or wholes[node] in needed:

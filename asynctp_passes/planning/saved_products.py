@@ -37,7 +37,7 @@ class SavedProduct:
     nodes: tuple[fx.Node, ...]
 
 
-def saved_products(graph: fx.Graph, decisions: Sequence[Decision]) -> list[SavedProduct]:
+def saved_products(graph: fx.Graph, decisions: Sequence[Decision], memory: ProgramMemory) -> list[SavedProduct]:
     """The reductions to save in place of their products, in order.
 
     Left alone are a reduction that is tagged to be saved, one that becomes part of a sum with others, and one whose sum
@@ -46,9 +46,10 @@ def saved_products(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Saved
     Args:
         graph: A joint graph, not yet partitioned.
         decisions: One for each of its collectives.
+        memory: The memory that the program may write to before the backward.
     """
     backward = reachable(tangents_of(graph), lambda node: node.users)
-    memory, found = ProgramMemory(graph, backward), []
+    found = []
     for one in decisions:
         chain, own = one.candidate.chain, one.candidate.collective
         if one.refusal is not None or not isinstance(chain, ScatterChain) or chain.joined or own.node in backward:

@@ -144,7 +144,7 @@ def test_a_backend_that_imported_inductor_before(former: Any, training: bool) ->
 
 
 def test_a_backend_that_imported_inductor_before_takes_no_graph_of_plain_inductor() -> None:
-    """What AOTAutograd's cache has of it has another key."""
+    """AOTAutograd's cache keeps asynctp's graph and plain Inductor's under two keys."""
     compiled = torch.compile(program, backend=FORMER["compile_fx"])
     assert fused_by(compiled) == 0
     with asynctp_passes.enable(OFF):

@@ -70,7 +70,7 @@ def trained(mesh: DeviceMesh, program: Callable[..., Any] | None = None, **optio
 
 
 def test_the_forward_keeps_the_shard(mesh: DeviceMesh) -> None:
-    """Of what was gathered, nothing; the shard is cheaply computed from the input, which the backward needs anyway."""
+    """The gathered tensor is not kept. The backward computes the shard from the input, which it needs anyway."""
     never, (_, backward) = trained(mesh, rematerialize="never")
     assert "made again" not in str(backward)
     always, (forward, backward) = trained(mesh, rematerialize="always")
