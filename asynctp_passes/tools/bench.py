@@ -32,6 +32,7 @@ import torch.distributed as dist
 from asynctp_kernels import cuda
 from asynctp_kernels.compat import symmetric_empty, symmetric_rendezvous
 from asynctp_kernels.cuda.choose import select, tables
+from asynctp_kernels.cuda.choose.wire import TRANSPORTS
 from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops
@@ -109,6 +110,10 @@ class Row:
         found = {name: getattr(self.timings[name], mode) for name in self.timings if name not in self.wrong}
         others = [found[name] for name in PEERS[1:] if name in found]
         return float(min(others) / found[variant]) if others and variant in found else None
+
+    def may_run(self, implementation: str) -> bool:
+        """Does it share a transport with what ran by itself? Any does where nothing ran."""
+        return not self.chosen or not set(TRANSPORTS[implementation]).isdisjoint(TRANSPORTS[self.chosen])
 
     def slower(self, variant: str) -> bool:
         """Is it, in a graph or eager, by more than noise?"""
@@ -650,9 +655,10 @@ def _recorded(row: Row) -> dict[str, Any]:
 def tuning_table(found: Sequence[Row]) -> dict[str, dict[str, dict[str, str]]]:
     """{GPU: {problem: {rows: implementation}}}: `fastest` by the geometric mean of graph and eager time.
 
-    Of those that are slower than cuBLAS + NCCL and in-tree neither in a graph nor eager, where there are any. Calls
-    that have one key decide together, as fp8 with tensorwise and with rowwise scales: what cannot run one of them, or
-    is wrong, is none of theirs.
+    Of those that can run on the call's transport, which is settled before a table is asked. Of these those that are
+    slower than cuBLAS + NCCL and in-tree neither in a graph nor eager, where there are any. Calls that have one key
+    decide together, as fp8 with tensorwise and with rowwise scales: what cannot run one of them, or is wrong, is none
+    of theirs.
     """
     calls: dict[tuple[str, str], list[Row]] = {}
     for row in found:
@@ -661,7 +667,7 @@ def tuning_table(found: Sequence[Row]) -> dict[str, dict[str, dict[str, str]]]:
     for (key, rows_of_a), alike in calls.items():
         able = [
             name for name in select.IMPLEMENTATIONS
-            if all(name in row.timings and name not in row.wrong for row in alike)
+            if all(name in row.timings and name not in row.wrong and row.may_run(name) for row in alike)
         ]  # fmt: skip
         never_slower = [name for name in able if not any(row.slower(name) for row in alike)]
         times = {name: _mean_time(name, alike) for name in never_slower or able}

@@ -21,7 +21,6 @@ from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose import names, select
 from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, WHOLE, Problem, Rates
 from asynctp_kernels.cuda.choose.wire import (
-    DIRECT_BYTES,
     TRANSPORTS,
     Wire,
 )
@@ -146,11 +145,11 @@ def test_a_long_product_still_hides_its_copies(rows: int) -> None:
 SHIPPED = [
     ("gather", 64, 8192, 2560, "direct"),
     ("gather", 512, 4096, 7168, "direct"),
-    ("gather", 16384, 8192, 2560, "fused"),
-    ("gather", 16384, 4096, 7168, "fused"),
+    ("gather", 8192, 8192, 2560, "fused"),
+    ("gather", 16384, 4096, 7168, "decomposed"),
     ("scatter", 64, 2048, 8192, "direct"),
     ("scatter", 512, 7168, 8192, "direct"),
-    ("scatter", 2048, 7168, 8192, "decomposed"),
+    ("scatter", 1024, 7168, 8192, "decomposed"),
     ("scatter", 8192, 2048, 8192, "fused"),
 ]
 
@@ -192,21 +191,22 @@ def wire_of(key: str, rows: int) -> Wire:
     return Wire("reduce_scatter", ranks, shard * int(widths) * 2, BF16, "sum")
 
 
-def test_measurements_on_the_other_side_of_what_ranks_share() -> None:
-    """Some calls of about 8 MiB would be faster by another transport, which local sizes would have to say."""
+def test_every_entry_of_the_shipped_table_can_run() -> None:
+    """Ranks settle the transport by shared facts first; a winner that needs another one would never run."""
     measured = [
         (wire_of(key, int(rows)), implementation)
-        for problems in select._table().values()
+        for problems in select.shipped().values()
         for key, by_rows in problems.items()
         for rows, implementation in by_rows.items()
     ]
-    other = [wire for wire, implementation in measured if wire.transport() not in TRANSPORTS[implementation]]
-    assert (len(measured), len(other)) == (656, 27), "wire.py says so"
-    around = [wire.bytes * wire.world for wire in other]
-    assert sum(DIRECT_BYTES / 4 <= size <= 2 * DIRECT_BYTES for size in around) >= 23
+    assert [wire for wire, implementation in measured if wire.transport() not in TRANSPORTS[implementation]] == []
+    assert len(measured) > 600
 
 
-def test_a_measurement_on_the_other_side_does_not_decide() -> None:
+def test_a_measurement_on_the_other_side_does_not_decide(table: Path) -> None:
+    """As of a table that an older version wrote."""
+    table.write_text(json.dumps({H200: {"gather:4:bfloat16:8192:2560": {"1024": "direct"}}}))
+    select.refresh()
     choice = explain_gather(1024, 8192, 2560, device=H200)
     assert select.measured_choice(problem("gather", 1024, 8192, 2560), H200) == "direct"
     assert choice.source == "cost model"

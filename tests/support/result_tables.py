@@ -24,7 +24,7 @@ PAGES = tuple(ROOT / "docs" / "explanation" / name for name in ("how-it-works.md
 RESULTS = ROOT / "docs" / "results"
 SHIPPED = ROOT / "kernels" / "asynctp_kernels" / "cuda" / "choose" / "measured.json"
 FEW_ROWS, BESIDE = "2026-11-28-h100x4", "2026-11-28-h200x4/beside.jsonl"
-FOUR, TWO, H100 = "2026-11-22-h200x4", "2026-11-25-h200x2", "2026-11-25-h100x2"
+FOUR, TWO, H100 = "2026-11-28-h200x4-later", "2026-11-25-h200x2", "2026-11-25-h100x2"
 DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp8-rowwise": "float8_e4m3fn"}
 KINDS = {"bf16": "bf16", "fp8": "fp8, tensorwise", "fp8-rowwise": "fp8, rowwise"}
 SHOWN = (64, 512, 2048, 4096, 8192, 16384)
@@ -54,9 +54,9 @@ class Row:
 
 
 def rows(folder: str) -> list[Row]:
-    """All of a run, of those that were measured again, with a later version, the last."""
+    """All of a folder's runs; of those that were measured again, with a later version, the last."""
     picks, found = read(SHIPPED), {}
-    for path in (RESULTS / folder / "bench.json", *sorted((RESULTS / folder).glob("bench-again-*.json"))):
+    for path in (RESULTS / folder / "bench.json", *sorted((RESULTS / folder).glob("bench-*.json"))):
         run = read(path)
         for raw in run["rows"]:
             raw["timings"] = {RENAMED.get(name, name): times for name, times in raw["timings"].items()}
@@ -64,6 +64,12 @@ def rows(folder: str) -> list[Row]:
             row = Row(raw, picks[run["machine"].partition(" x ")[2]][key][str(raw["m"])])
             found[raw["kind"], key, raw["m"]] = row
     return list(found.values())
+
+
+def kinds_of(found: Iterable[Row]) -> list[str]:
+    """In the order of `KINDS`."""
+    there = {row.raw["kind"] for row in found}
+    return [kind for kind in KINDS if kind in there]
 
 
 def read(path: Path) -> Any:
@@ -80,11 +86,11 @@ def lines_with(head: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterable[
 
 
 def every_row(folder: str, op: str) -> str:
-    """The rows with M of `SHOWN`."""
+    """The rows in bf16 with M of `SHOWN`."""
     head = ("M × K × N", "cuBLAS", "+ NCCL", "in-tree", "asynctp", "runs", "efficiency", "graph", "eager")
     lines = []
     for row in rows(folder):
-        if row.raw["op"] == op and row.raw["m"] in SHOWN:
+        if (row.raw["op"], row.raw["kind"]) == (op, "bf16") and row.raw["m"] in SHOWN:
             names = ("cublas", "nccl", "intree", row.picked)
             times = [f"{row.time(name, 'graph'):.0f} / {row.time(name, 'eager'):.0f}" for name in names]
             speedups = [f"{row.speedup(('nccl', 'intree'), mode, row.picked):.2f}×" for mode in ("graph", "eager")]
@@ -96,7 +102,7 @@ def every_row(folder: str, op: str) -> str:
 def means(folder: str) -> str:
     """Geometric means of speedups: of what is picked, by the same run, and of what ran."""
     found = rows(folder)
-    kinds = list(dict.fromkeys(row.raw["kind"] for row in found))
+    kinds = kinds_of(found)
     lines = []
     for kind in kinds:
         mine = [row for row in found if row.raw["kind"] == kind]
@@ -124,7 +130,7 @@ def summary() -> str:
     lines = []
     for folder, label, run in RUNS:
         found = rows(folder)
-        for kind in dict.fromkeys(row.raw["kind"] for row in found):
+        for kind in kinds_of(found):
             mine = [row for row in found if row.raw["kind"] == kind]
             cells = (mean(mine, *column, ("nccl", "intree"), None) for column in COLUMNS)
             lines.append((label, KINDS[kind], *cells, run))
@@ -132,7 +138,7 @@ def summary() -> str:
 
 
 RUNS = (
-    (FOUR, "4 × H200", "[2026-11-22](results.md#four-h200s)"),
+    (FOUR, "4 × H200", "[2026-11-28](results.md#four-h200s)"),
     (TWO, "2 × H200", "[2026-11-25](results.md#two-h200s)"),
     (H100, "2 × H100", "[2026-11-25](results.md#two-h100s)"),
 )
@@ -155,7 +161,7 @@ def slower(folder: str) -> str:
 def efficiencies(folder: str) -> str:
     """Least and greatest of the shapes."""
     found = rows(folder)
-    kinds = list(dict.fromkeys(row.raw["kind"] for row in found))
+    kinds = kinds_of(found)
     columns = [(op, kind) for op in ("gather", "scatter") for kind in kinds]
     lines = []
     for m in SHOWN[1:]:
@@ -164,7 +170,7 @@ def efficiencies(folder: str) -> str:
             values = [
                 row.efficiency for row in found if (row.raw["op"], row.raw["kind"], row.raw["m"]) == (op, kind, m)
             ]
-            cells.append(f"{min(values):.2f}–{max(values):.2f}")
+            cells.append(f"{min(values):.2f}–{max(values):.2f}" if values else "")
         lines.append((str(m), *cells))
     return table(("M", *(f"{op} {KINDS[kind]}" for op, kind in columns)), lines)
 
@@ -206,6 +212,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gathers on four GPUs": lambda: every_row(FOUR, "gather"),
     "scatters on four GPUs": lambda: every_row(FOUR, "scatter"),
     "means on four GPUs": lambda: means(FOUR),
+    "efficiency on four GPUs": lambda: efficiencies(FOUR),
     "slower on four GPUs": lambda: slower(FOUR),
     "means on two GPUs": lambda: means(TWO),
     "efficiency on two GPUs": lambda: efficiencies(TWO),

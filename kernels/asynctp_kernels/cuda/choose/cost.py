@@ -44,12 +44,12 @@ class Rates:
         precise: the same in fp8 without fast accumulation.
         several: the same of several scaled matmuls, which may be fast; `docs/results/2026-11-23-h200x2/sums-fast.txt`.
 
-    Source of the values: `docs/results/2026-11-22-h200x4` (`bench.json`, `tuned.json`) and `-h200x2` (`tuned.json`),
-    159 calls; all but `copy`, `local`, `beside`, `gap` and `narrow` are fitted to the geometric means of graph and
-    eager time of all implementations there, which they miss by 14 % (root of the mean square). What they pick is 1.0 %
-    slower than the best; of 189 calls that they were not fitted to 1.3 % (`2026-11-22-h200x2/bench.json`). Pushes start
-    sooner, in `fused` and in `decomposed`: terms of their own, fitted to 108 gathers of 2 x H100, pick no better there
-    (1.4 % instead of 1.5, `2026-11-24-h100x2/gathers.json`), and worse from what was measured over four ranks.
+    Source of the values: fitted to the geometric means of graph and eager time of `bench.json` in
+    `docs/results/2026-11-28-h200x4`, `2026-11-25-h200x2` and `2026-11-25-h100x2`, and of calls of Llama blocks
+    (`2026-11-22-h200x4/tuned.json`): `launch`, `direct_start`, `stage`, `chunk`, `fused_gather` and `fused_scatter`
+    anew, `copy`, `local`, `beside`, `gap` and `narrow` measured, the others earlier. They miss the 63 calls over four
+    H200s by 10 % (root of the mean square). There the pick is 0.5 % slower than the best of its transport in the mean,
+    and 13 % at worst.
     """
 
     copy: float = 370e3
@@ -58,14 +58,14 @@ class Rates:
     local: float = 3.2e6
     matmul: float = 759e6
     beside: float = 1.08
-    launch: float = 10.0
-    direct_start: float = 20.0
+    launch: float = 8.0
+    direct_start: float = 21.0
     nccl_start: float = 53.5
-    stage: float = 35.0
-    chunk: float = 4.0
+    stage: float = 17.0
+    chunk: float = 15.0
     gap: float = 7.5
-    fused_gather: float = 53.0
-    fused_scatter: float = 35.5
+    fused_gather: float = 17.0
+    fused_scatter: float = 21.5
     decomposed_gather: float = 9.8
     decomposed_scatter: float = 0.0
     narrow: float = 0.828
