@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS, IMAGES = ROOT / "docs" / "results", ROOT / "docs" / "images"
 #: machine, date, tables (a later one counts where two have a bar), and the sizes that are drawn
 STEPS = (
-    ("4 × H200\n2026-11-22", ("2026-11-22-h200x4/e2e.txt", "2026-11-22-h200x4/e2e-settled.txt"), ("70b", "8b")),
+    (
+        "4 × H200\n2026-11-28",
+        ("2026-11-28-h200x4-later/steps.txt", "2026-11-28-h200x4-later/steps-bf16.txt"),
+        ("70b", "8b"),
+    ),
     ("2 × H100\n2026-11-25", ("2026-11-25-h100x2/e2e.txt",), ("70b", "8b")),
     ("4 × H100\n2026-11-28", ("2026-11-28-h100x4/steps-2.15.txt",), ("70b", "8b")),
 )
