@@ -117,7 +117,7 @@ def test_an_all_reduce_is_a_scatter_and_what_follows() -> None:
     whole, part = (problem(op, 2048, 7168, 4096) for op in ("all_reduce", "scatter"))
     rest = {name: estimate(whole, name, Rates(), SMS) - estimate(part, name, Rates(), SMS) for name in IMPLEMENTATIONS}
     again = 2048 * 3 / 4 * 4096 * 2
-    shared = again / Rates().copy + 3 * Rates().chunk + Rates().launch
+    shared = again / Rates().copy + 3 * Rates().between + Rates().launch
     wanted = {"direct": again / Rates().direct, "sequential": again / Rates().nccl}
     assert rest == pytest.approx({**wanted, **dict.fromkeys(OVERLAPPED, shared)}, abs=0.2)
 
