@@ -39,8 +39,8 @@ SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT32_LIMIT = (1 << 31) - (1 << 16)  # what kernels count in, less a block
 DIRECT_LIMIT = 64 << 20  # bytes of one slot: what arrives from all ranks together
 #: bytes of a gather's result, or of what a rank's part of a reduction is a part of, up to which `direct` is faster.
-#: Source: 656 gathers and scatters over 2 and 4 GPUs (`measured.json` of commit 9c98103). 27 were faster by the transport
-#: that this limit does not choose, 24 of them of 4 to 16 MiB.
+#: Source: 656 gathers and scatters over 2 and 4 GPUs (`measured.json` of commit 9c98103). 27 were faster by the
+#: transport that this limit does not choose, 24 of them of 4 to 16 MiB.
 DIRECT_BYTES = 8 << 20
 #: bytes of an all-reduce up to which it may be `direct`: two shots land as many bytes again
 ALL_REDUCE_LIMIT = DIRECT_LIMIT // 2
