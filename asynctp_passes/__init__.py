@@ -16,7 +16,15 @@ from asynctp_passes.config import Config, ConfigError, required
 
 if TYPE_CHECKING:
     from asynctp_passes import ops
-    from asynctp_passes.backend import AsyncTPPass, RematerializePass, clear_reports, reports, require, summary
+    from asynctp_passes.backend import (
+        AsyncTPPass,
+        RematerializePartitioner,
+        RematerializePass,
+        clear_reports,
+        reports,
+        require,
+        summary,
+    )
     from asynctp_passes.errors import AsyncTPError, DisagreementError, ExpectError, GroupError, StrictError
     from asynctp_passes.ir.registry import (
         CollectiveOp,
@@ -47,6 +55,7 @@ __all__ = [
     "MatmulOp",
     "RegistryError",
     "Remark",
+    "RematerializePartitioner",
     "RematerializePass",
     "Report",
     "StrictError",
@@ -66,7 +75,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "backend": ("AsyncTPPass", "RematerializePass", "clear_reports", "reports", "require", "summary"),
+    "backend": (
+        "AsyncTPPass",
+        "RematerializePartitioner",
+        "RematerializePass",
+        "clear_reports",
+        "reports",
+        "require",
+        "summary",
+    ),
     "ir.registry": (
         "CollectiveOp",
         "MatmulOp",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import fx
 
 from asynctp_passes import compat
@@ -25,16 +27,32 @@ __all__ = ["Attempt"]
 class Attempt:
     """Leaves a graph exactly as it was where the body raises. An error that nobody foresaw ends there.
 
+    Args:
+        graph: The graph.
+        config: The configuration.
+        phase: As in reports, or "joint".
+        other: Another graph that is left as it was, too.
+        keys: Of a joint graph, a hash of what each group communicates there; found in the graph if None.
+
     Attributes:
         ballots: What was put to the vote of the other ranks; None before.
         votes: The outcome, once there is one.
     """
 
-    def __init__(self, graph: fx.Graph, config: Config, phase: str) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        config: Config,
+        phase: str,
+        *,
+        other: fx.Graph | None = None,
+        keys: Mapping[str, str] | None = None,
+    ) -> None:
         self.ballots: list[Ballot] | None = None
         self.votes: Votes | None = None
         self._graph, self._config, self._phase = graph, config, phase
-        self._record = compat.GraphRecord(graph)
+        self._keys = keys
+        self._records = [compat.GraphRecord(one) for one in (graph, other) if one is not None]
         self._error: Exception | None = None
 
     def vote(self, ballots: list[Ballot]) -> Votes:
@@ -49,7 +67,8 @@ class Attempt:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is None:
             return False
-        self._record.restore()
+        for record in self._records:
+            record.restore()
         if not isinstance(error, Exception) or isinstance(error, internal.FORESEEN):
             return False
         self._error = error
@@ -85,7 +104,9 @@ class Attempt:
         """The plan in which nothing is fused; the other ranks know what this one does now."""
         if self._phase == "joint":
             if self.ballots is None:
-                keys = communicated(read_collectives(self._graph), self._phase)
+                keys = self._keys
+                if keys is None:
+                    keys = communicated(read_collectives(self._graph), self._phase)
                 self.vote([Ballot(group, key, (), joint=True) for group, key in keys.items()])
             return None
         if self.ballots is not None:  # the other ranks know that this graph has none of what they agreed on

@@ -3,6 +3,7 @@
 torch.compile(model, backend="asynctp")                                          one line
 torch._inductor.config.post_grad_custom_post_pass = AsyncTPPass(Config(...))     for a compiler of one's own
 torch._inductor.config.joint_custom_post_pass = RematerializePass(Config(...))   with it: it sees the program's order
+torch._inductor.config.custom_partitioner_fn = RematerializePartitioner(Config(...))   with both: gathers made again
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import base64
 import collections
 import contextlib
+import copy
 import dataclasses
 import logging
 import threading
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, joint_pass, ops, pipeline
+from asynctp_passes import compat, joint_pass, ops, partition_pass, pipeline
 from asynctp_passes.agreement.vote import stands
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
@@ -33,12 +35,22 @@ from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_if_strict_across
 from asynctp_passes.reporting.torch_notes import from_another_process, hidden_calls
 
-__all__ = ["AsyncTPPass", "RematerializePass", "asynctp", "clear_reports", "reports", "require", "summary"]
+__all__ = [
+    "AsyncTPPass",
+    "RematerializePartitioner",
+    "RematerializePass",
+    "asynctp",
+    "clear_reports",
+    "reports",
+    "require",
+    "summary",
+]
 
 log = logging.getLogger(__name__)
 
 _PASS_OPTION = "post_grad_custom_post_pass"
 _JOINT_PASS_OPTION = "joint_custom_post_pass"
+_PARTITIONER_OPTION = "custom_partitioner_fn"
 _PASSES_OPTION = "use_post_grad_passes"
 _KEPT_REPORTS = 4096
 _lock = threading.Lock()
@@ -95,13 +107,13 @@ def require(fused: int = 0, missed: int = 0) -> None:
     summary().require(fused, missed)
 
 
-class _OwnPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
+class _OwnPass:
     """A pass with a configuration. Picklable; holds no process group."""
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = Config.given(config)
 
-    def uuid(self) -> bytes | None:
+    def uuid(self) -> Any:
         """A pass's key in Inductor's caches: both packages' sources, torch, configuration, registered ops, what the
         fused ops run, and this process's groups, which graphs have by name only, with their sizes and mesh dimensions.
 
@@ -124,7 +136,7 @@ class _OwnPass(compat.custom_graph_pass_base()):  # type: ignore[misc]
         return "-".join(parts).encode()
 
 
-class AsyncTPPass(_OwnPass):
+class AsyncTPPass(_OwnPass, compat.custom_graph_pass_base()):  # type: ignore[misc]
     """The pass, for `torch._inductor.config.post_grad_custom_post_pass`. Picklable; holds no process group.
 
     Args:
@@ -181,15 +193,18 @@ class AsyncTPPass(_OwnPass):
         return report
 
 
-class RematerializePass(_OwnPass):
-    """`Config.rematerialize`, for `torch._inductor.config.joint_custom_post_pass`. Picklable; holds no process group.
+class RematerializePass(_OwnPass, compat.custom_graph_pass_base()):  # type: ignore[misc]
+    """For `torch._inductor.config.joint_custom_post_pass`: it notes the order of the program's collectives.
+
+    It also marks the gathers of `Config.rematerialize` for a `RematerializePartitioner`. Picklable; holds no process
+    group.
 
     Args:
         config: The configuration; the environment's and the defaults when None.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Tag the gathers of a joint graph that the partitioner shall have made again in the backward.
+        """Mark the gathers of a joint graph that are worth being made again in the backward.
 
         Raises:
             DisagreementError: asynctp failed on the graph after all ranks had agreed on something.
@@ -206,6 +221,62 @@ class RematerializePass(_OwnPass):
         finally:
             if report is not None:
                 _publish(report, self.config)
+
+
+class RematerializePartitioner(_OwnPass, compat.custom_partitioner_base()):  # type: ignore[misc]
+    """`Config.rematerialize`, for `torch._inductor.config.custom_partitioner_fn`, with a `RematerializePass`.
+
+    It divides graphs as it is told to, and lets their backwards make gathers again that their forwards made. Picklable,
+    if `inner` is; holds no process group.
+
+    Args:
+        config: The configuration; the environment's and the defaults when None.
+        inner: The partitioner that divides graphs; Inductor's own when None.
+    """
+
+    def __init__(self, config: Config | None = None, inner: Callable[..., Any] | None = None) -> None:
+        super().__init__(config)
+        self.inner = inner
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle it without report sinks: Inductor pickles it for its caches' keys, besides asking for its `uuid`."""
+        return type(self), (Config(**self.config.decisive()), self.inner)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RematerializePartitioner:
+        return type(self)(self.config, copy.deepcopy(self.inner, memo))
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Divide a joint graph into forward and backward.
+
+        Raises:
+            DisagreementError: asynctp failed on the graphs after all ranks had agreed on something.
+            StrictError: asynctp itself failed, and `Config.strict` is "all".
+            GroupError: `groups` names a process group that does not exist here.
+        """
+        _require_groups(self.config)
+        report: Report | None = None
+        divide = self.inner or compat.default_partition
+        try:
+            forward, backward, report = partition_pass.run_partition(
+                gm, lambda: divide(gm, joint_inputs, **options), options.get("num_fwd_outputs"), self.config
+            )
+        except StrictError as error:
+            report = error.report
+            raise
+        finally:
+            if report is not None:
+                _publish(report, self.config)
+        return forward, backward
+
+    def uuid(self) -> Any:
+        """As of the passes, with that of the partitioner inside; None where that has none."""
+        own = super().uuid()
+        if self.inner is None or own is None:
+            return own
+        inner = getattr(self.inner, "uuid", lambda: None)()
+        return (own, inner) if inner else None
 
 
 class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]
@@ -348,7 +419,10 @@ def with_passes(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
     added: list[tuple[str, AsyncTPPass | RematerializePass]]
     added = [(_PASS_OPTION, ours), (_JOINT_PASS_OPTION, RematerializePass(ours.config))]
     passes = {name: _append(patches.get(name, compat.inductor_option(name)), one) for name, one in added}
-    return {"shape_padding": False, **patches, **passes}
+    present = patches.get(_PARTITIONER_OPTION, compat.inductor_option(_PARTITIONER_OPTION))
+    inner = present.inner if isinstance(present, RematerializePartitioner) else present
+    partitioner = RematerializePartitioner(ours.config, inner)
+    return {"shape_padding": False, **patches, **passes, _PARTITIONER_OPTION: partitioner}
 
 
 def runs_passes(patches: dict[str, Any]) -> bool:
@@ -356,10 +430,10 @@ def runs_passes(patches: dict[str, Any]) -> bool:
     return bool(patches.get(_PASSES_OPTION, compat.inductor_option(_PASSES_OPTION, True)))
 
 
-def own_passes() -> list[AsyncTPPass | RematerializePass]:
+def own_passes() -> list[_OwnPass]:
     """The passes of asynctp's among Inductor's options of this process."""
-    present = (compat.inductor_option(name) for name in (_PASS_OPTION, _JOINT_PASS_OPTION))
-    return [step for passes in present for step in _steps(passes) if isinstance(step, AsyncTPPass | RematerializePass)]
+    present = (compat.inductor_option(name) for name in (_PASS_OPTION, _JOINT_PASS_OPTION, _PARTITIONER_OPTION))
+    return [step for passes in present for step in _steps(passes) if isinstance(step, _OwnPass)]
 
 
 def _append(present: Any, ours: AsyncTPPass | RematerializePass) -> Any:

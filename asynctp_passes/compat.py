@@ -303,6 +303,24 @@ def custom_graph_pass_base() -> type:
     return CustomGraphPass
 
 
+def custom_partitioner_base() -> type:
+    """Inductor's base class of custom partitioners."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    return CustomPartitionerFn
+
+
+def default_partition(
+    gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Divide a joint graph into forward and backward, as Inductor does without a custom partitioner."""
+    from torch._inductor import compile_fx
+
+    partition: Any = getattr(compile_fx, "min_cut_rematerialization_partition")  # noqa: B009  (mypy: not exported)
+    halves: tuple[fx.GraphModule, fx.GraphModule] = partition(gm, joint_inputs, **options)
+    return halves
+
+
 def inference_aware_pass_base() -> type:
     """Inductor's base class of passes that are also told whether the graph is for inference; the plain one without."""
     from torch._inductor import custom_graph_pass
@@ -475,6 +493,61 @@ def route_inductor(
 
 
 _NO_CACHES = {"force_disable_caches": True, "fx_graph_cache": False, "fx_graph_remote_cache": False}
+
+
+_UNCHECKED = "saved_tensor_with_no_vc_check"
+
+
+def is_saved_unchecked(node: fx.Node) -> bool:
+    """True for a tensor that is saved for the backward without a check of its version: such ones come last."""
+    return bool(node.meta.get(_UNCHECKED))
+
+
+def replace_outputs(graph: fx.Graph, outputs: Sequence[Any], first: int) -> None:
+    """Give a forward graph other outputs, and what torch notes of each.
+
+    Args:
+        graph: The graph.
+        outputs: All of its outputs. Those before `first` are as they were.
+        first: The number of the first output that is saved for the backward.
+    """
+    output = graph.output_node()
+    before = list(output.args[0])  # type: ignore[arg-type]
+    known = {node: index for index, node in reversed(list(enumerate(before))) if index >= first}
+    descriptions, traces = output.meta.get("desc"), output.meta.get("output_stack_traces")
+    if descriptions is not None and len(descriptions) == len(before):
+        from torch._functorch._aot_autograd import descriptors
+
+        plain, unchecked = descriptors.SavedForBackwardsAOTOutput, descriptors.SavedForBackwardsNoVcCheckAOTOutput
+        tensors = [isinstance(node.meta.get("val"), torch.Tensor) for node in outputs[first:]]
+        kinds = [
+            unchecked if tensor and is_saved_unchecked(node) else plain
+            for node, tensor in zip(outputs[first:], tensors, strict=True)
+        ]
+        output.meta["desc"] = [*descriptions[:first], *(kind(index) for index, kind in enumerate(kinds))]
+    if traces is not None and len(traces) == len(before):
+        saved = [traces[known[node]] if node in known else node.meta.get("stack_trace") for node in outputs[first:]]
+        output.meta["output_stack_traces"] = [*traces[:first], *saved]
+    output.args = (tuple(outputs),)
+
+
+def mark_of_backward(node: fx.Node) -> None:
+    """Mark a node that was put into a backward graph as the partitioner marks those of its own."""
+    node.meta["autograd_backward"] = True
+
+
+def expected_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a fake tensor, where a size is symbolic those of the values that it was traced with; 0 unknown."""
+    sizes: list[Any] = list(tensor.shape)
+    known = [size if isinstance(size, int) else size.node.hint if size.node.has_hint() else 0 for size in sizes]
+    return math.prod(map(int, known)) * tensor.dtype.itemsize
+
+
+def free_symbols(tensor: object) -> set[Any]:
+    """The symbols in the sizes, strides and offset of a fake tensor, or in a symbolic number."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    return set(free_symbols(tensor))
 
 
 def is_of_backward(node: fx.Node) -> bool:
@@ -680,24 +753,6 @@ def may_alias(node: fx.Node) -> bool:
     return any(one.alias_info is not None for one in schema.returns)
 
 
-def may_be_recomputed(node: fx.Node) -> bool:
-    """Whether the partitioner may compute a node of a forward again in the backward; True where that is not known."""
-    import torch._functorch.config as config
-
-    cautious = config.ban_recompute_not_in_allowlist and not config.aggressive_recomputation
-    if not cautious or config.activation_memory_budget != 1 or recompute_tag(node) is not None:
-        return True
-    ops = _recomputable_ops()
-    return ops is None or bool(ops.is_recomputable(node))
-
-
-@functools.cache
-def _recomputable_ops() -> Any:
-    from torch._functorch import partitioners
-
-    return getattr(partitioners, "get_default_op_list", lambda: None)()
-
-
 def is_saved(node: fx.Node) -> bool:
     """True for a node of a joint graph that activation checkpointing saves for the backward."""
     from torch.utils.checkpoint import CheckpointPolicy
@@ -712,17 +767,6 @@ def save_instead(results: Sequence[fx.Node], unreduced: Sequence[fx.Node]) -> No
     for nodes, tag in ((unreduced, CheckpointPolicy.PREFER_RECOMPUTE), (results, CheckpointPolicy.MUST_SAVE)):
         for node in nodes:
             node.meta[_RECOMPUTE] = tag
-
-
-def recompute_in_backward(nodes: Sequence[fx.Node]) -> None:
-    """Have the partitioner compute nodes of a joint graph again in the backward, as activation checkpointing does.
-
-    It moves no collective that has no such tag (`torch._functorch.config.unsafe_allow_optimization_of_collectives`).
-    """
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    for node in nodes:
-        node.meta[_RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def is_compiled(graph: fx.Graph) -> bool:

@@ -84,8 +84,8 @@ class Config:
         store_scales: Let Inductor store fp8's scales, in graphs with fused chains, instead of computing them again for
             every element that they are multiplied with.
         rematerialize: Whether gathers of the forward are made again in the backward, instead of keeping what was
-            gathered: `"always"`, `"never"`, or, by default (`"auto"`), in graphs where matmuls overlap them. Where
-            activation checkpointing has its say about a gather, that holds.
+            gathered: `"always"`, where that can be done, `"never"`, or, by default (`"auto"`), in graphs where matmuls
+            overlap them. Where activation checkpointing has its say about a gather, that holds.
         deviate: Let ranks send something cheaper than the program's collectives do, where all of them can: fp8 in place
             of what is quantized afterwards, or one sum in place of several. Without it, ranks may compile whatever they
             like, whenever they like. With it they ask one another when compiling: what one does not do, none does.

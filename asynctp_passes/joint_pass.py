@@ -1,4 +1,7 @@
-"""The pass over a graph of a forward and its backward: it tags what to keep, and notes the order of communication."""
+"""The pass over a graph of a forward and its backward, before torch divides it.
+
+It marks what may be made again, tags what to keep, and notes the order of communication.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,8 @@ from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import tangents_of
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import communicated
-from asynctp_passes.planning.rematerialize import (
-    AGREED,
-    REMATERIALIZED,
-    ProgramMemory,
-    Rematerialization,
-    rematerializations,
-)
+from asynctp_passes.planning.made_again import CANDIDATE
+from asynctp_passes.planning.rematerialize import AGREED, rematerializations
 from asynctp_passes.planning.saved_products import SavedProduct, saved_products
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting import toposort
@@ -33,12 +31,11 @@ log = logging.getLogger(__name__)
 
 
 def run_joint(graph: fx.Graph, config: Config) -> Report | None:
-    """Tag, in a graph of a forward and its backward, what the backward makes again, and what it is given.
+    """Mark, in a graph of a forward and its backward, the gathers that are worth being made again in the backward.
 
-    Gathers are made again (`rematerialize`). Sums are given in place of products that checkpointing saves.
-
-    Tags change nothing that is computed: the partitioner, which comes next, follows them. In any graph the order of
-    communication is noted, for `run` to restore.
+    What becomes of them `partition_pass` decides, once the graph is divided. Sums are tagged to be saved in place of
+    products that checkpointing saves. Tags change nothing that is computed: the partitioner, which comes next, follows
+    them. In any graph the order of communication is noted, for `run` to restore.
 
     Args:
         graph: A joint graph, as Inductor hands it to a joint pass.
@@ -65,12 +62,11 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
 def _tag(graph: fx.Graph, config: Config, attempt: Attempt) -> None:
     decisions, context = decide_graph(graph, config)
     words = context.words
+    for gather in rematerializations(graph, decisions, config.rematerialize):
+        if context.compares(gather):
+            gather.node.meta[CANDIDATE] = words.place_of(gather)
     tags: dict[tuple[str, str], Callable[[Ballot], None]] = {}  # by group and text, which names places in the group
-    memory = ProgramMemory(graph)
-    for again in rematerializations(graph, decisions, memory, config.rematerialize):
-        if again.chosen and context.compares(again.gather):
-            tags[again.gather.group_key, words.of_rematerialized(again.gather)] = partial(_make_again, again)
-    for saved in saved_products(graph, decisions, memory):
+    for saved in saved_products(graph, decisions):
         if context.compares(saved.collective):
             tags[saved.collective.group_key, words.of_saved(saved.collective)] = partial(_save, saved)
     texts: dict[str, list[str]] = {}
@@ -84,13 +80,6 @@ def _tag(graph: fx.Graph, config: Config, attempt: Attempt) -> None:
             tag(Ballot(group, ballots[group].key, (text,), joint=True))
         else:
             log.warning("asynctp: %s is left out, since a rank does not do it: %s", text, refused)
-
-
-def _make_again(chosen: Rematerialization, agreed: Ballot) -> None:
-    compat.recompute_in_backward(chosen.nodes)
-    compat.save_instead(chosen.saved, ())
-    chosen.gather.node.meta[REMATERIALIZED] = chosen.bytes or 0
-    chosen.gather.node.meta[AGREED] = agreed
 
 
 def _save(chosen: SavedProduct, agreed: Ballot) -> None:

@@ -201,6 +201,9 @@ def of_group(group: str) -> Ledger | None:
 
 
 def kind_of(key: str) -> str:
-    """The kind of graph that a key is of: a forward (`graph/f`), a backward (`graph/b`), or both (`joint/f`)."""
+    """The kind of graph that a key is of: a forward (`graph/f`), a backward (`graph/b`), or both.
+
+    Of both, `joint/f` is before torch has divided it, and `joint/p` afterwards.
+    """
     joint, _, communicated = key.removeprefix("asynctp/").partition("/")[2].partition("/")
     return f"{joint}/{communicated[:1]}"

@@ -25,6 +25,7 @@ __all__ = [
     "latest_communication",
     "program_order",
     "record_order",
+    "recorded_place",
     "unrecorded",
 ]
 
@@ -94,6 +95,11 @@ def program_order(graph: fx.Graph) -> list[fx.Node]:
     found = communications(graph.nodes)
     recorded = iter(sorted(filter(_is_recorded, found), key=lambda node: node.meta[_PLACE]))
     return [next(recorded) if _is_recorded(node) else node for node in found]
+
+
+def recorded_place(node: fx.Node) -> int:
+    """The place of a node in the order that was recorded; 0 for one without a record."""
+    return int(node.meta.get(_PLACE, 0))
 
 
 def unrecorded(graph: fx.Graph) -> list[fx.Node]:

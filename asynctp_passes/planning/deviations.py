@@ -6,7 +6,7 @@
     sum       one reduction for reductions 0, 1 and 2, where only their sum is used; or a sum over a dimension of one
     bucket    one all-reduce for all-reduces 3, 4 and 5
     drop      reduction 6 is not made, since nothing uses it
-    again     gather 0 is made again in the backward
+    again     gather 0 is made again in the backward, after its first collective
     save      reduction 2 is made in the forward, and saved for the backward in place of its products
     keep      gather 0 is kept, so that it may be pulled to its place: where it goes by asynctp's own transport
     plain     all collectives of a group stay torch's
@@ -33,7 +33,7 @@ from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
 from asynctp_passes.matching.chains import Bucket, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step
 from asynctp_passes.matching.near_miss import reduces
 
-__all__ = ["LOCAL", "PLAIN", "Words", "communicated", "is_for_any_graph"]
+__all__ = ["LOCAL", "PLAIN", "Words", "communicated", "is_for_any_graph", "of_made_again"]
 
 LOCAL = "?"
 """A text with this in it has a size that only this rank knows, and is comparable to no other rank's."""
@@ -53,17 +53,32 @@ def is_for_any_graph(text: str) -> bool:
 def communicated(collectives: Iterable[Collective], phase: str) -> dict[str, str]:
     """For each group a hash of what it communicates in a graph: kinds, reductions and dtypes, in their order.
 
-    That of a backward begins with "b", any other with "f": a rank may compile a backward with its forward, and another
-    one only when it runs.
+    That of a backward begins with "b": a rank may compile a backward with its forward, and another one only when it
+    runs. That of a graph of both which torch has just divided begins with "p", any other with "f".
     """
     told: dict[str, list[str]] = {}
-    begin = "b" if phase == "backward" else "f"
+    begin = {"backward": "b", "partition": "p"}.get(phase, "f")
     for one in collectives:
         sent = sent_kind(one)
         kind = called_name(one.node) if sent == "other" else f"{sent}({one.reduce_op})"
         value = tensor_of(one.input)
         told.setdefault(one.group_key, []).append(f"{kind} {'' if value is None else value.dtype}")
     return {group: begin + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] for group, lines in told.items()}
+
+
+def of_made_again(place: int, before: Sequence[tuple[str, bool]]) -> str:
+    """The text of a gather that is made again in the backward, at a place there that all ranks have to share.
+
+    Args:
+        place: Of the gather among the collectives of its group, in the graph of forward and backward.
+        before: What communicates in the backward before it, in order: the name of the op, and whether it is of the
+            gather's group.
+    """
+    told = hashlib.sha256(repr(list(before)).encode()).hexdigest()[:8] if before else ""
+    own = sum(is_own for _, is_own in before)
+    count = f"{len(before)} collective{'s' if len(before) > 1 else ''}"
+    after = f"after {count} ({own} of the group, {told})" if before else "before all collectives"
+    return f"again: all_gather {place} {after} of the backward"
 
 
 class Words:
@@ -124,9 +139,9 @@ class Words:
         """The collectives of one group that are not made."""
         return f"drop: {sorted(self._place[one.node] for one in dropped)}"
 
-    def of_rematerialized(self, gather: Collective) -> str:
-        """The gather that is made again in the backward."""
-        return f"again: all_gather {self._place[gather.node]}"
+    def place_of(self, collective: Collective) -> int:
+        """The place of a collective among those of its group."""
+        return self._place[collective.node]
 
     def of_saved(self, reduction: Collective) -> str:
         """The reduction that is saved for the backward in place of its products."""

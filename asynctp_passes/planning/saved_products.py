@@ -17,9 +17,9 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, nodes_of
+from asynctp_passes.ir.memory import owners_of, program_memory
 from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.matching.chains import Decision, ScatterChain
-from asynctp_passes.planning.rematerialize import ProgramMemory
 
 __all__ = ["SavedProduct", "saved_products"]
 
@@ -37,7 +37,7 @@ class SavedProduct:
     nodes: tuple[fx.Node, ...]
 
 
-def saved_products(graph: fx.Graph, decisions: Sequence[Decision], memory: ProgramMemory) -> list[SavedProduct]:
+def saved_products(graph: fx.Graph, decisions: Sequence[Decision]) -> list[SavedProduct]:
     """The reductions to save in place of their products, in order.
 
     Left alone are a reduction that is tagged to be saved, one that becomes part of a sum with others, and one whose sum
@@ -46,8 +46,9 @@ def saved_products(graph: fx.Graph, decisions: Sequence[Decision], memory: Progr
     Args:
         graph: A joint graph, not yet partitioned.
         decisions: One for each of its collectives.
-        memory: The memory that the program may write to before the backward.
     """
+    owners = owners_of(graph)
+    program = program_memory(graph, owners)
     backward = reachable(tangents_of(graph), lambda node: node.users)
     found = []
     for one in decisions:
@@ -55,7 +56,7 @@ def saved_products(graph: fx.Graph, decisions: Sequence[Decision], memory: Progr
         if one.refusal is not None or not isinstance(chain, ScatterChain) or chain.joined or own.node in backward:
             continue
         unreduced = tuple(node for node in (*nodes_of(chain.matmuls), *chain.views) if compat.is_saved(node))
-        saved = any(map(compat.is_saved, own.results)) or any(map(memory.has, own.results))
+        saved = any(map(compat.is_saved, own.results)) or any(owners[node] in program for node in own.results)
         if unreduced and own.waits and not saved:
             found.append(SavedProduct(own, unreduced))
     return found

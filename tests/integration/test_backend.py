@@ -48,6 +48,7 @@ from asynctp_passes import (
     ConfigError,
     DisagreementError,
     GroupError,
+    RematerializePartitioner,
     RematerializePass,
     Report,
     StrictError,
@@ -597,11 +598,11 @@ def test_weights_that_inductor_hides_are_a_matmul(mesh: DeviceMesh) -> None:
     assert "woq_int8, which Inductor put in the place of" in remark.message
 
 
-@pytest.mark.parametrize("one", [AsyncTPPass, RematerializePass])
+@pytest.mark.parametrize("one", [AsyncTPPass, RematerializePass, RematerializePartitioner])
 def test_so_it_is_for_the_bare_passes(mesh: DeviceMesh, one: type) -> None:
     """A mesh dimension's name is none of a group."""
     with pytest.raises(GroupError, match=r"groups has \['tp'\].*there are \['0'\]"):
-        one(Config(groups="tp"))(torch.fx.Graph())
+        one(Config(groups="tp"))(torch.fx.Graph(), *([[]] if one is RematerializePartitioner else []))
 
 
 def test_the_joint_pass_raises_what_it_says(mesh: DeviceMesh) -> None:

@@ -195,9 +195,15 @@ def test_another_configuration() -> None:
     assert fused_by(torch.compile(program)) == 1
 
 
-@pytest.mark.parametrize("option", ["post_grad_custom_post_pass", "joint_custom_post_pass"])
-def test_a_pass_of_ours_in_inductors_options(option: str) -> None:
-    ours = asynctp_passes.AsyncTPPass if "post_grad" in option else asynctp_passes.RematerializePass
+@pytest.mark.parametrize(
+    ("option", "ours"),
+    [
+        ("post_grad_custom_post_pass", asynctp_passes.AsyncTPPass),
+        ("joint_custom_post_pass", asynctp_passes.RematerializePass),
+        ("custom_partitioner_fn", asynctp_passes.RematerializePartitioner),
+    ],
+)
+def test_a_pass_of_ours_in_inductors_options(option: str, ours: type) -> None:
     with (
         torch._inductor.config.patch({option: ours(OFF)}),
         pytest.raises(ConfigError, match=f"has {ours.__name__} already; take that out, or leave enable"),

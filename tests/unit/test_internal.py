@@ -142,7 +142,7 @@ def test_what_is_foreseen_is_raised_as_it_is(error: type[Exception]) -> None:
     assert snapshot(graph) == before
 
 
-def test_a_joint_graph_is_left_without_its_tags(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_joint_graph_is_left_without_its_marks(caplog: pytest.LogCaptureFixture) -> None:
     graph = program(joint=True)
     before = snapshot(graph)
     with failing("rematerializations"):

@@ -1,20 +1,22 @@
-"""Gathers made again in the backward: which of a joint graph's, and what is worth it."""
+"""Gathers made again in the backward: which are worth it, what the forward keeps then, and where they stand."""
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from graph_builder import GraphBuilder, aten, c10d
-from joint_graphs import tagged
+from joint_graphs import Divided, divided, marked, outputs_of
 from passes import run_pass
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from asynctp_passes import Config, compat, joint_pass
+from asynctp_passes import Config, StrictError, compat, joint_pass, partition_pass
 from asynctp_passes.config import Rematerialize
 from asynctp_passes.planning.rematerialize import LEAST_BYTES, REMATERIALIZED
 
@@ -135,11 +137,62 @@ def no_matmul_takes_it(b: GraphBuilder) -> tuple[Node, ...]:
     """No fused op of the forward has it, so that nothing of it is hidden there."""
     layer = Layer(b)
     other = b.gather(b.input("primals_3", [4, 8], torch.bfloat16))
-    return layer.y, layer.dx, b.relu(other), layer.dw(other)
+    return layer.y, b.relu(other), layer.dx, layer.dw(other)
+
+
+def joined_in_the_forward(b: GraphBuilder) -> tuple[Node, ...]:
+    """The joined tensor is kept, and not the buffer, which may hold something else by then."""
+    layer, buffer = Layer(b), b.input("primals_buffer", [8, 8], torch.bfloat16)
+    joined = b.cat([layer.full, buffer])
+    y = b.mm(joined, b.permute(b.input("primals_v", [6, 8], torch.bfloat16), [1, 0]))
+    return layer.y, y, layer.dx, b.mm(b.permute(joined, [1, 0]), b.input("tangents_2", [16, 6], torch.bfloat16))
+
+
+def sum_is_needed(b: GraphBuilder) -> tuple[Node, ...]:
+    """A sum may be rounded in another way when it is done again, and is kept; it is small."""
+    layer = Layer(b)
+    total = b.call(aten.sum.dim_IntList, layer.full, [1], True)
+    return layer.y, layer.dx, layer.dw(), b.mul(layer.dy, total)
+
+
+def computed_by_an_op_of_its_own(b: GraphBuilder) -> tuple[Node, ...]:
+    """What such an op does is not known: a cumulative sum here."""
+    layer = Layer(b)
+    rows = b.call(aten.cumsum.default, b.input("primals_rows", [8, 8], torch.bfloat16), 0)
+    scaled = b.mul(layer.full, rows)
+    return layer.y, layer.dx, layer.dw(scaled)
+
+
+def part_of_a_product(b: GraphBuilder) -> tuple[Node, ...]:
+    """The shard is a part of a larger tensor, which would be kept."""
+    layer, other = Layer(b), b.input("primals_other", [4, 8], torch.bfloat16)
+    made = b.mm(other, b.input("primals_wide", [8, 24], torch.bfloat16))
+    full = b.gather(b.call(aten.slice.Tensor, made, 1, 0, 8))
+    return b.mm(full, layer.w), layer.dx, b.mm(b.permute(full, [1, 0]), layer.dy)
+
+
+def awaited_input(b: GraphBuilder) -> tuple[Node, ...]:
+    """A wait gives the memory that it takes, though its schema does not say so."""
+    layer, x = Layer(b), b.input("primals_other", [4, 8], torch.bfloat16)
+    full = b.gather(b.call(c10d.wait_tensor.default, x))
+    return b.mm(full, layer.w), layer.dx, b.mm(b.permute(full, [1, 0]), layer.dy)
+
+
+def shard_is_a_view_of_what_is_computed(b: GraphBuilder) -> tuple[Node, ...]:
+    layer, x = Layer(b), b.input("primals_other", [2, 2, 8], torch.bfloat16)
+    full = b.gather(b.reshape(b.relu(x), [4, 8]))
+    return b.mm(full, layer.w), layer.dx, b.mm(b.permute(full, [1, 0]), layer.dy)
+
+
+def only_the_backward_multiplies(b: GraphBuilder) -> tuple[Node, ...]:
+    """A product that the backward alone needs is computed there by plain, of an input that it keeps anyway."""
+    layer, x = Layer(b), b.input("primals_other", [8, 8], torch.bfloat16)
+    factor = b.mm(x, b.input("primals_square", [8, 8], torch.bfloat16))
+    return layer.y, layer.dx, layer.dw(b.mul(layer.full, factor))
 
 
 def view_of_what_is_written(b: GraphBuilder) -> tuple[Node, ...]:
-    """Joined with a buffer that holds something else afterwards."""
+    """Joined with a buffer that holds something else afterwards: plain's backward reads it then, too."""
     layer, buffer = Layer(b), b.input("primals_buffer", [8, 8], torch.bfloat16)
     joined = b.cat([layer.full, buffer])
     b.call(aten.copy_.default, buffer, b.mul(buffer, buffer))
@@ -147,7 +200,7 @@ def view_of_what_is_written(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 def joined_with_another(b: GraphBuilder) -> tuple[Node, ...]:
-    """The other tensor would be kept, which is the program's."""
+    """The other tensor is kept as it is: plain's backward joins them too."""
     layer, other = Layer(b), b.input("primals_other", [8, 8], torch.bfloat16)
     joined = b.cat([layer.full, other])
     return layer.y, layer.dx, b.mm(b.permute(joined, [1, 0]), b.cat([layer.dy, layer.dy]))
@@ -205,8 +258,8 @@ def computed_by_a_matmul(b: GraphBuilder, returned: bool = False) -> tuple[Node,
     layer, other = Layer(b), b.input("primals_other", [4, 8], torch.bfloat16)
     shard = b.relu(b.mm(other, b.input("primals_square", [8, 8], torch.bfloat16)))
     full = b.gather(shard)
-    results = b.mm(full, layer.w), layer.dx, b.mm(b.permute(full, [1, 0]), layer.dy)
-    return (*results, b.reshape(shard, [32])) if returned else results
+    y, *gradients = b.mm(full, layer.w), layer.dx, b.mm(b.permute(full, [1, 0]), layer.dy)
+    return (y, *([b.reshape(shard, [32])] if returned else []), *gradients)
 
 
 def shard_is_returned(b: GraphBuilder) -> tuple[Node, ...]:
@@ -233,49 +286,75 @@ def joint(build: Build, rematerialize: Rematerialize = "always") -> Graph:
     return graph
 
 
-GATHER = ["all_gather_into_tensor", "wait_tensor"]
-CASES: dict[Build, list[str]] = {
-    needed: [*GATHER, "permute_1"],
-    needed_through_views: [*GATHER, "reshape", "reshape_1", "permute_1"],
-    needed_quantized: [*GATHER, "div", "permute_1"],
-    needed_twice: [*GATHER, "all_gather_into_tensor_1", "wait_tensor_2", "permute_2", "permute_3"],
-    needed_in_two_groups: [*GATHER, "all_gather_into_tensor_1", "wait_tensor_2", "permute_2", "permute_3"],
-    silent_backward: [],
-    frozen_weight: [],
-    product_is_needed: [],
-    computed_is_returned: [],
-    gathered_is_returned: [],
-    view_is_returned: [],
-    gradient_is_gathered: [],
-    weight_is_gathered: [],
-    shard_is_written: [],
-    no_matmul_takes_it: [],
-    view_of_what_is_written: [],
-    joined_with_another: [],
-    joined_with_what_is_needed_anyway: [*GATHER, "cat", "permute_1"],
-    input_is_gathered: [],
-    input_is_needed_anyway: ["all_gather_into_tensor_1", "wait_tensor_2", "permute_1"],
-    cheaply_computed_from_an_input: ["all_gather_into_tensor_1", "wait_tensor_2", "permute_1"],
-    part_of_an_input: [],
-    part_by_its_size: [],
-    other_part_is_needed: [],
-    computed_by_a_matmul: ["all_gather_into_tensor_1", "wait_tensor_2", "permute_1"],
-    shard_is_returned: [],
-    scatter_is_needed: [],
-    nothing_to_gather_for: [],
+def halves(build: Build, rematerialize: Rematerialize = "always", **options: Any) -> Divided:
+    b = GraphBuilder(ranks=2)
+    graph = b.returns(*build(b))
+    return divided(graph, Config(rematerialize=rematerialize, **options))
+
+
+MINE = "lies in memory of the program's"
+#: By program: the gathers that are marked, the tensors that plain alone keeps, those that are kept instead, and why a
+#: gather is left, if something of it is kept for its sake.
+Case = tuple[list[str], list[str], list[str], str]
+GATHER, SECOND = ["all_gather_into_tensor"], ["all_gather_into_tensor_1"]
+CASES: dict[Build, Case] = {
+    needed: (GATHER, ["permute_1"], [], ""),
+    needed_through_views: (GATHER, ["permute_1"], [], ""),
+    needed_quantized: (GATHER, ["permute_1"], [], ""),
+    needed_twice: ([*GATHER, *SECOND], ["permute_2", "permute_3"], [], ""),
+    needed_in_two_groups: ([*GATHER, *SECOND], ["permute_2", "permute_3"], [], ""),
+    silent_backward: ([], [], [], ""),
+    frozen_weight: ([], [], [], ""),
+    product_is_needed: ([], [], [], ""),
+    computed_is_returned: ([], [], [], ""),
+    gathered_is_returned: (GATHER, [], [], ""),
+    view_is_returned: (GATHER, [], [], ""),
+    gradient_is_gathered: ([], [], [], ""),
+    weight_is_gathered: ([], [], [], ""),
+    shard_is_written: (GATHER, ["permute_1"], ["relu"], ""),
+    no_matmul_takes_it: ([], [], [], ""),
+    view_of_what_is_written: (GATHER, ["wait_tensor"], [], ""),
+    joined_with_another: (GATHER, ["wait_tensor"], [], ""),
+    joined_with_what_is_needed_anyway: (GATHER, ["wait_tensor"], [], ""),
+    joined_in_the_forward: (GATHER, [], [], "primals_buffer is an input"),
+    sum_is_needed: (GATHER, ["wait_tensor"], [], ""),
+    computed_by_an_op_of_its_own: (GATHER, [], [], "cumsum is aten.cumsum.default"),
+    only_the_backward_multiplies: (GATHER, [], [], "mm_2 is aten.mm.default"),
+    part_of_a_product: (SECOND, [], [], "is a part of mm_2, which would be kept"),
+    awaited_input: (SECOND, [], [], MINE),
+    shard_is_a_view_of_what_is_computed: (SECOND, ["permute_1"], ["reshape"], ""),
+    input_is_gathered: (SECOND, [], [], MINE),
+    input_is_needed_anyway: (SECOND, ["permute_1"], [], ""),
+    cheaply_computed_from_an_input: (SECOND, ["permute_1"], ["relu_2"], ""),
+    part_of_an_input: (SECOND, [], [], MINE),
+    part_by_its_size: (SECOND, [], [], MINE),
+    other_part_is_needed: (SECOND, [], [], MINE),
+    computed_by_a_matmul: (SECOND, ["permute_1"], ["relu_1"], ""),
+    shard_is_returned: (SECOND, [], [], MINE),
+    scatter_is_needed: ([], [], [], ""),
+    nothing_to_gather_for: ([], [], [], ""),
 }
 
 
 @pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
-def test_what_is_tagged(build: Build) -> None:
-    assert tagged(joint(build)) == CASES[build]
+def test_what_is_kept(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    worth, plain, kept, why = CASES[build]
+    never, always = halves(build, "never"), halves(build)
+    assert marked(joint(build)) == worth
+    assert (sorted(set(never.kept) - set(always.kept)), sorted(set(always.kept) - set(never.kept))) == (plain, kept)
+    assert sorted(always.given) == sorted(always.kept)
+    assert (always.kept_bytes < never.kept_bytes) == bool(plain)
+    assert len(always.again) == (len(worth) if plain else 0)
+    told = [text for text in caplog.messages if "not made again" in text]
+    assert (len(told), all(why in text for text in told)) == (bool(why), True), told
 
 
-def test_a_shard_that_would_be_read_from_an_input_is_saved() -> None:
-    saved = CheckpointPolicy.MUST_SAVE
-    for build, shards in ((cheaply_computed_from_an_input, ["relu_2"]), (needed, []), (computed_by_a_matmul, [])):
-        graph = joint(build)
-        assert [node.name for node in graph.nodes if compat.recompute_tag(node) is saved] == shards
+def test_an_input_is_read_only_if_plain_reads_it() -> None:
+    for build in CASES:
+        never, always = halves(build, "never"), halves(build)
+        inputs = [{name for name in half.given if name.startswith("primals_")} for half in (never, always)]
+        assert inputs[1] <= inputs[0], build
 
 
 def test_what_is_not_fused_is_kept() -> None:
@@ -283,12 +362,12 @@ def test_what_is_not_fused_is_kept() -> None:
     b = GraphBuilder(ranks=2)
     graph = b.returns(*needed(b))
     joint_pass.run_joint(graph, Config(rematerialize="always", min_bytes=10**9))
-    assert tagged(graph) == []
+    assert marked(graph) == []
 
 
 @pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
-def test_never_tags_nothing(build: Build) -> None:
-    assert tagged(joint(build, "never")) == []
+def test_never_marks_nothing(build: Build) -> None:
+    assert marked(joint(build, "never")) == []
 
 
 @pytest.mark.parametrize("policy", CheckpointPolicy)
@@ -302,6 +381,120 @@ def test_activation_checkpointing_comes_first(place: str, policy: CheckpointPoli
     before = [compat.recompute_tag(node) for node in graph.nodes]
     joint_pass.run_joint(graph, Config(rematerialize="always"))
     assert [compat.recompute_tag(node) for node in graph.nodes] == before
+    assert marked(graph) == []
+
+
+def test_checkpointing_decides_on_the_shard_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    b = GraphBuilder(ranks=2)
+    graph = b.returns(*computed_by_a_matmul(b))
+    for node in graph.nodes:
+        if node.name == "mm_2":
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if node.name == "relu_1":
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    assert divided(graph, Config(rematerialize="always")).again == []
+    assert "activation checkpointing decides on" in caplog.text
+
+
+# --- where it stands -------------------------------------------------------------------------------------------
+def texts_of(build: Build) -> list[str]:
+    """The deviations that are put to the vote after the partition."""
+    with mock.patch.object(partition_pass.Attempt, "vote", autospec=True) as vote:
+        vote.side_effect = lambda self, ballots: {(one.group, text): None for one in ballots for text in one.deviations}
+        halves(build)
+    *_, (_, ballots) = (call.args for call in vote.call_args_list)
+    assert all(ballot.joint and ballot.key.startswith("p") for ballot in ballots)
+    return [text for ballot in ballots for text in ballot.deviations]
+
+
+def needed_early(b: GraphBuilder) -> tuple[Node, ...]:
+    """The backward needs it before it communicates."""
+    full = b.gather(b.relu(b.input("primals_x", [4, 8], torch.bfloat16)))
+    y = b.mm(full, b.input("primals_w", [8, 6], torch.bfloat16))
+    dy = b.input("tangents_1", [8, 6], torch.bfloat16)
+    dw = b.mm(b.permute(full, [1, 0]), dy)
+    return y, b.scatter(b.mm(dy, b.permute(dw, [1, 0]))), dw
+
+
+def test_the_vote_is_on_the_place_in_the_backward() -> None:
+    (late,) = texts_of(needed)
+    assert late.startswith("again: all_gather 0 after 1 collective (1 of the group, ")
+    assert texts_of(needed_early) == ["again: all_gather 0 before all collectives of the backward"]
+    assert halves(needed_early).communications == ["all_gather_into_tensor", "reduce_scatter_tensor"]
+    assert halves(needed).communications == ["reduce_scatter_tensor", "all_gather_into_tensor"]
+    assert texts_of(silent_backward) == texts_of(frozen_weight) == []
+
+
+def test_what_a_rank_refuses_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """Of two gathers one; the other one is made again where it would be anyway."""
+    first, _ = texts_of(needed_twice)
+
+    def refuse(self: object, ballots: list[Any]) -> dict[tuple[str, str], str | None]:
+        texts = [(one.group, text) for one in ballots for text in one.deviations]
+        return {(group, text): "rank 1 does not" if text == first else None for group, text in texts}
+
+    both = halves(needed_twice)
+    with mock.patch.object(partition_pass.Attempt, "vote", refuse):
+        one = halves(needed_twice)
+    assert f"{first} is left out, since a rank does not do it: rank 1 does not" in caplog.text
+    assert (len(both.again), len(one.again)) == (2, 1)
+    assert set(one.kept) - set(both.kept) == {"permute_2"}
+
+
+def test_gathers_keep_the_programs_order() -> None:
+    """The backward needs the second one first, and nothing communicates in between."""
+
+    def build(b: GraphBuilder) -> tuple[Node, ...]:
+        one, two = Layer(b), Layer(b, name="two")
+        return one.y, two.y, one.dx, two.dx, two.dw(), one.dw()
+
+    found = halves(build)
+    sources = [node for node in found.backward.nodes if node.name in found.again]
+    inputs = [node.args[0].args[0].name for node in sources]  # type: ignore[union-attr]
+    assert inputs == ["primals_x", "primals_xtwo"]
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------
+def test_an_error_leaves_what_the_partitioner_made(internal_errors: None) -> None:
+    plain = halves(needed, "never")
+    b = GraphBuilder(ranks=2)
+    graph = b.returns(*needed(b))
+    config = Config(rematerialize="always", strict="off", log=False)
+    joint_pass.run_joint(graph, config)
+    gm = GraphModule(torch.nn.Module(), graph)
+
+    def divide() -> tuple[GraphModule, GraphModule]:
+        return compat.default_partition(gm, [], compiler="inductor", num_fwd_outputs=1)
+
+    with mock.patch.object(partition_pass, "make_again", side_effect=RuntimeError("no such thing")):
+        forward, backward, report = partition_pass.run_partition(gm, divide, 1, config)
+    assert report is not None
+    assert len(report.internal_errors) == 1
+    assert [node.name for node in outputs_of(forward.graph)] == [node.name for node in outputs_of(plain.forward)]
+    assert not any(REMATERIALIZED in node.meta for node in backward.graph.nodes)
+
+
+def test_an_error_raises_if_strict(internal_errors: None) -> None:
+    with (
+        mock.patch.object(partition_pass, "found_again", side_effect=RuntimeError("no such thing")),
+        pytest.raises(StrictError),
+    ):
+        halves(needed, strict="all")
+
+
+def test_a_partitioner_that_names_things_in_its_own_way(caplog: pytest.LogCaptureFixture) -> None:
+    """As one that quantizes what it keeps."""
+    caplog.set_level(logging.INFO)
+
+    def other(gm: GraphModule, inputs: list[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
+        forward, backward = compat.default_partition(gm, inputs, **options)
+        next(iter(backward.graph.nodes)).name = "unpacked"
+        return forward, backward
+
+    b = GraphBuilder(ranks=2)
+    assert divided(b.returns(*needed(b)), Config(rematerialize="always"), other).again == []
+    assert "what is saved is not what the backward takes" in caplog.text
 
 
 # --- what is worth it ------------------------------------------------------------------------------------------
@@ -340,11 +533,18 @@ def quantized_by_rows_and_by_columns(rows: int, width: int, columns: int) -> Bui
 
 def test_auto_beside_a_gather_of_what_is_computed() -> None:
     """The fused op gathers fp8; the gather of bf16, which stays for the backward only, is made there."""
-    graph, wanted = joint(quantized_by_rows_and_by_columns(*LARGE), "auto"), [*GATHER, "div_1", "permute"]
-    assert tagged(graph) == wanted
-    assert tagged(joint(quantized_by_rows_and_by_columns(4, 8, 8), "always")) == wanted
-    assert tagged(joint(quantized_by_rows_and_by_columns(4, 4, 8), "always")) == wanted, "ATP403 as long as both are"
-    assert tagged(joint(quantized_by_rows_and_by_columns(4, 8, 8), "auto")) == []
+    assert marked(joint(quantized_by_rows_and_by_columns(*LARGE), "auto")) == GATHER
+    assert marked(joint(quantized_by_rows_and_by_columns(4, 8, 8), "always")) == GATHER
+    assert marked(joint(quantized_by_rows_and_by_columns(4, 4, 8), "always")) == GATHER, "ATP403 as long as both are"
+    assert marked(joint(quantized_by_rows_and_by_columns(4, 8, 8), "auto")) == []
+
+
+def test_a_maximum_is_found_again_too() -> None:
+    """The forward need not gather bf16 for the scale, which is small, and would be kept."""
+    never, always = (halves(quantized_by_rows_and_by_columns(4, 8, 8), mode) for mode in ("never", "always"))
+    assert "amax_1" in "".join(node.name for node in always.backward.nodes)
+    assert always.kept_bytes < never.kept_bytes
+    assert not any("amax_1" in node.name for node in always.forward.nodes)
 
 
 @pytest.mark.parametrize(
@@ -362,9 +562,8 @@ def test_auto_beside_a_gather_of_what_is_computed() -> None:
 def test_auto(sizes: list[tuple[int, int, int]], made_again: int) -> None:
     assert LEAST_BYTES == 4096 * 4096 * 2
     graph = joint(layers(*sizes), "auto")
-    assert sum("all_gather" in name for name in tagged(graph)) == made_again
-    always = joint(layers(*sizes), "always")
-    assert sum("all_gather" in name for name in tagged(always)) == len(sizes)
+    assert len(marked(graph)) == made_again
+    assert len(marked(joint(layers(*sizes), "always"))) == len(sizes)
 
 
 def test_auto_leaves_symbolic_sizes() -> None:
@@ -378,12 +577,12 @@ def test_auto_leaves_symbolic_sizes() -> None:
         dy = b.mul(y, b.input("tangents_1", [6]))
         graph = b.returns(y, b.mm(b.permute(full, [1, 0]), dy), b.mm(b.permute(x, [1, 0]), b.scatter(dy)))
         joint_pass.run_joint(graph, Config(rematerialize=rematerialize))
-        found[rematerialize] = len(tagged(graph))
-    assert found == {"auto": 0, "always": 3}
+        found[rematerialize] = len(marked(graph))
+    assert found == {"auto": 0, "always": 1}
 
 
 def test_views_of_computed_sizes() -> None:
-    """Sizes are numbers, which are there: what is laid out by them is made again too."""
+    """Sizes are numbers: what is laid out by them is made again too, of sizes that the backward reads off tensors."""
     b = GraphBuilder(ranks=2)
     x = b.input("primals_1", [6, 4, 8], dynamic=0)
     full = b.gather(x)
@@ -392,8 +591,8 @@ def test_views_of_computed_sizes() -> None:
     y = b.mm(view, b.input("primals_2", [8, 6]))
     dy = b.mul(y, b.input("tangents_1", [6]))
     graph = b.returns(y, b.mm(b.permute(view, [1, 0]), dy), b.scatter(dy), b.mul(x, b.call(aten.sum.default, dy)))
-    joint_pass.run_joint(graph, Config(rematerialize="always"))
-    assert tagged(graph) == [*GATHER, "reshape", "permute"]
+    found = divided(graph, Config(rematerialize="always"))
+    assert (found.again, found.kept) == (GATHER, ["primals_1", "mm"])
 
 
 # --- what becomes of it ----------------------------------------------------------------------------------------

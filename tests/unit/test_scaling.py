@@ -87,7 +87,7 @@ def fused(graph: Graph) -> None:
     run_pass(graph)
 
 
-def tagged(graph: Graph) -> None:
+def marked(graph: Graph) -> None:
     joint_pass.run_joint(graph, Config(rematerialize="always"))
 
 
@@ -105,7 +105,7 @@ def calls_of(run: Callable[[Graph], None], graph: Graph) -> int:
         (forward, fused, 2.1),
         (backward, fused, 2.1),
         (reduced, fused, 2.1),
-        (joint, tagged, 2.1),
+        (joint, marked, 2.1),
         (by_one_scale, fused, 2.1),
     ],
 )
