@@ -33,6 +33,7 @@ class Attempt:
         phase: As in reports, or "joint".
         other: Another graph that is left as it was, too.
         keys: Of a joint graph, a hash of what each group communicates there; found in the graph if None.
+        told: The phase that such keys are of; `phase` if None.
 
     Attributes:
         ballots: What was put to the vote of the other ranks; None before.
@@ -47,11 +48,12 @@ class Attempt:
         *,
         other: fx.Graph | None = None,
         keys: Mapping[str, str] | None = None,
+        told: str | None = None,
     ) -> None:
         self.ballots: list[Ballot] | None = None
         self.votes: Votes | None = None
         self._graph, self._config, self._phase = graph, config, phase
-        self._keys = keys
+        self._keys, self._told = keys, told or phase
         self._records = [compat.GraphRecord(one) for one in (graph, other) if one is not None]
         self._error: Exception | None = None
 
@@ -106,7 +108,7 @@ class Attempt:
             if self.ballots is None:
                 keys = self._keys
                 if keys is None:
-                    keys = communicated(read_collectives(self._graph), self._phase)
+                    keys = communicated(read_collectives(self._graph), self._told)
                 self.vote([Ballot(group, key, (), joint=True) for group, key in keys.items()])
             return None
         if self.ballots is not None:  # the other ranks know that this graph has none of what they agreed on

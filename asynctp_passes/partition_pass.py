@@ -44,11 +44,14 @@ def run_partition(
         DisagreementError: asynctp failed after all ranks had agreed on something; the graphs are untouched.
         StrictError: asynctp itself failed, and `config.strict` forbids it; the graphs are untouched.
     """
-    graph = gm.graph
-    votes = bool(tangents_of(graph)) and bool(communications(graph.nodes))
-    keys = communicated(read_collectives(graph), "partition") if votes else {}
-    tagged = {node.name for node in graph.nodes if compat.recompute_tag(node) is not None} if votes else set[str]()
+    before = Attempt(gm.graph, config, "joint", told="partition")
+    keys, tagged, failed = dict[str, str](), set[str](), True
+    with before:
+        keys, tagged = _facts(gm.graph)
+        failed = False
     forward, backward = divide()
+    if failed:
+        return forward, backward, before.fall_back()
     if not keys:
         return forward, backward, None
     attempt = Attempt(backward.graph, config, "joint", other=forward.graph, keys=keys)
@@ -58,6 +61,14 @@ def run_partition(
         backward.recompile()
         return forward, backward, None
     return forward, backward, attempt.fall_back()
+
+
+def _facts(graph: fx.Graph) -> tuple[dict[str, str], set[str]]:
+    """By group, under which key it votes, none for a graph of no backward; and the names of nodes that are tagged."""
+    if not (tangents_of(graph) and communications(graph.nodes)):
+        return {}, set()
+    tagged = {node.name for node in graph.nodes if compat.recompute_tag(node) is not None}
+    return communicated(read_collectives(graph), "partition"), tagged
 
 
 def _make_again(halves: Halves, keys: dict[str, str], attempt: Attempt) -> None:

@@ -1,13 +1,16 @@
 """Find what a backward can compute of a gather that it makes again, in place of what the forward keeps. Pure.
 
-    saved   t(cast(gathered)), of a gathered tensor's bytes     ─▶  backward: t(cast(all_gather(norm(x) * w)))
-    saved   x, rsqrt: a shard's bytes, kept for the backward        and the forward keeps x and rsqrt alone
+    saved   t(cast(gathered)), of a gathered tensor's bytes     ─▶  backward: t(cast(all_gather(shard)))
+                                                                    and the forward saves the shard
 
 Torch's partitioner has divided the graph of forward and backward already. So what is kept is known, and nothing else
 changes: each saved tensor that is computed from the gathered one, without a matmul in between, has to be expressed.
 That is to be computed again by ops that have the same bits whenever they are done. An expression starts from the
-gather, and from what plain's backward reads too. Where the shard itself cannot be expressed so, it is saved. Then it
-has to be memory of this graph's: to an input, or to a result, the program may write before the backward.
+gather, and from what plain's backward reads too. Where the shard itself cannot be expressed so, it is saved.
+
+All that an expression starts from is memory that this graph has made and does not return. To an input, a parameter or a
+result the program may write before the backward. Even where plain's backward reads there, it may read only a part, or
+only the sign, or mean the new values.
 
 Each gather is looked at alone, and needs nothing that another one could take away. So whether ranks refuse another one
 changes nothing.
@@ -177,6 +180,7 @@ class _Search:
         self._before = _Before(halves.backward)
         taken = {value for values in self._values.values() for value in values}
         self._leaves = set(self._read_anyway()) - taken
+        self._sized = {node for node, given in halves.given.items() if given.users} - taken
 
     def _saved_of(self, gather: Collective) -> list[fx.Node]:
         """The saved tensors that are computed from a gather, and would not be there without being saved."""
@@ -185,12 +189,13 @@ class _Search:
         return [node for node in own if given[node].users and not is_number(node)]
 
     def _read_anyway(self) -> Iterator[fx.Node]:
-        """The saved values that plain's backward reads, as they were when the forward was done."""
+        """The saved values that plain's backward reads, as the forward has made them: none of the program's memory."""
         owners = owners_of(self._halves.backward)
         written = written_memory(self._halves.backward, owners)
         for node, given in self._halves.given.items():
             used = given.users and owners[given] not in written
-            if used and (is_number(node) or self._owners[node] not in self._written):
+            own = self._owners[node] not in self._written | self._program
+            if used and (is_number(node) or own):
                 yield node
 
     def of(self, gather: Collective) -> MadeAgain | None:
@@ -241,8 +246,10 @@ class _Search:
         except _CannotBe as why:
             reason, owner = f"its shard cannot be computed again ({why}), and", self._owners[shard]
         value = tensor_of(shard)
-        if owner in self._program or shard in self._halves.given:
+        if owner in self._program:
             raise _CannotBe(f"{reason} lies in memory of the program's, {owner.name}")
+        if shard in self._halves.given:
+            raise _CannotBe(f"{reason} is saved already, and the backward writes to it")
         if owner in self._written:
             raise _CannotBe(f"{reason} is written to later")
         made = owner.all_input_nodes[0] if op_name(owner) == "getitem" else owner
@@ -288,7 +295,7 @@ class _Search:
             if self._owners[node] in self._written:
                 raise _CannotBe(f"{node.name} is written to")
             found.add(node)
-            stack += node.all_input_nodes
+            stack += (one for one in node.all_input_nodes if not (is_number(node) and one in self._sized))
         return found
 
     def _kept(self, saved: Iterable[fx.Node]) -> int:
