@@ -777,10 +777,10 @@ def is_compiled(graph: fx.Graph) -> bool:
 def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     """Make Inductor run each node after the nodes listed for it; its scheduler reorders what does not depend.
 
-    Outside a compile, where nothing reorders, the graph stays as it is. Of a node with several results one is named,
-    and moved next to it: Inductor passes over dependencies that are no tensors. A node's inputs are named too, since
-    Inductor computes what is named at once; it would put what it computes only for the node after the others as well,
-    and could make it together with nothing that comes before those.
+    Outside a compile, where nothing reorders, the graph stays as it is. Of a node with several results a tensor is
+    named, and moved next to it: Inductor passes over dependencies that are no tensors, or fails on a number. A node's
+    inputs are named too, since Inductor computes what is named at once; it would put what it computes only for the node
+    after the others as well, and could make it together with nothing that comes before those.
     """
     if not after or not is_compiled(graph):
         return
@@ -790,7 +790,8 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     def tensor(node: fx.Node) -> fx.Node:
         if isinstance(node.meta.get("val"), torch.Tensor):
             return node
-        item = next(user for user in node.users if user.target is operator.getitem)
+        items = (user for user in node.users if user.target is operator.getitem)
+        item = next(one for one in items if isinstance(one.meta.get("val"), torch.Tensor))
         node.append(item)
         return item
 
@@ -799,6 +800,29 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
         return OrderedSet([*map(tensor, earlier), *inputs])
 
     preserve_node_ordering(graph, {node: named(node, earlier) for node, earlier in after.items()})
+    _put_subgraphs_inside(graph)
+
+
+def _put_subgraphs_inside(graph: fx.Graph) -> None:
+    """Let what wraps a node take no subgraph: as an operand of the wrapper, Inductor 2.15 cannot lower one."""
+    from torch._inductor.fx_passes.control_dependencies import control_deps
+
+    module = graph.owning_module
+    for node in graph.find_nodes(op="call_function", target=control_deps):
+        deps, inner, *operands = node.args
+        wrapped = operator.attrgetter(inner.target)(module)
+        inputs = wrapped.graph.find_nodes(op="placeholder")
+        taken = [(one, given) for one, given in zip(operands, inputs, strict=True) if one.op == "get_attr"]
+        for one, given in taken:
+            with wrapped.graph.inserting_after(inputs[-1]):
+                own = wrapped.graph.create_node("get_attr", one.target)
+            setattr(wrapped, one.target, operator.attrgetter(one.target)(module))
+            given.replace_all_uses_with(own)
+        for _, given in taken:
+            wrapped.graph.erase_node(given)
+        if taken:
+            node.args = (deps, inner, *(one for one in operands if one.op != "get_attr"))
+            wrapped.recompile()
 
 
 def keep_unused(op: torch._ops.OpOverload) -> None:
