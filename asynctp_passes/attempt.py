@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 from torch import fx
 
@@ -22,6 +24,10 @@ from asynctp_passes.rewriting import toposort
 from asynctp_passes.rewriting.rewrite import rewrite
 
 __all__ = ["Attempt"]
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class Attempt:
@@ -62,6 +68,26 @@ class Attempt:
         self.ballots = ballots
         self.votes = vote(ballots, self._config)
         return self.votes
+
+    def agree(self, keys: Mapping[str, str], wanted: Mapping[tuple[str, str], _T]) -> Iterator[tuple[_T, Ballot]]:
+        """Ask the other ranks, once, about deviations of a graph of forward and backward.
+
+        Args:
+            keys: For each group that communicates in the graph, a hash of that (`communicated`).
+            wanted: The deviations, by group and by the text that ranks compare.
+
+        Yields:
+            Those that all ranks of the group do, each with its ballot. The others are logged.
+        """
+        texts: dict[str, list[str]] = {}
+        for group, text in wanted:
+            texts.setdefault(group, []).append(text)
+        votes = self.vote([Ballot(group, key, tuple(texts.get(group, ())), joint=True) for group, key in keys.items()])
+        for (group, text), one in wanted.items():
+            if (refused := votes[group, text]) is None:
+                yield one, Ballot(group, keys[group], (text,), joint=True)
+            else:
+                log.warning("asynctp: %s is left out, since a rank does not do it: %s", text, refused)
 
     def __enter__(self) -> None:
         pass

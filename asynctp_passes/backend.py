@@ -127,6 +127,21 @@ class _OwnPass:
             tell(error, "make the key of Inductor's caches", "The graph is compiled, and not cached")
             return None
 
+    @contextlib.contextmanager
+    def _publishing(self) -> Iterator[Callable[[Report | None], None]]:
+        """Run what reports on failures of asynctp's only: a report that is handed over, or that of a `StrictError`."""
+
+        def publish(report: Report | None) -> None:
+            if report is not None:
+                _publish(report, self.config)
+
+        _require_groups(self.config)
+        try:
+            yield publish
+        except StrictError as error:
+            publish(error.report)
+            raise
+
     def _key(self) -> bytes:
         runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
         mesh = compat.mesh_dimensions()
@@ -211,16 +226,8 @@ class RematerializePass(_OwnPass, compat.custom_graph_pass_base()):  # type: ign
             StrictError: asynctp itself failed, and `Config.strict` is "all".
             GroupError: `groups` names a process group that does not exist here.
         """
-        _require_groups(self.config)
-        report: Report | None = None
-        try:
-            report = joint_pass.run_joint(graph, self.config)
-        except StrictError as error:
-            report = error.report
-            raise
-        finally:
-            if report is not None:
-                _publish(report, self.config)
+        with self._publishing() as publish:
+            publish(joint_pass.run_joint(graph, self.config))
 
 
 class RematerializePartitioner(_OwnPass, compat.custom_partitioner_base()):  # type: ignore[misc]
@@ -255,28 +262,18 @@ class RematerializePartitioner(_OwnPass, compat.custom_partitioner_base()):  # t
             StrictError: asynctp itself failed, and `Config.strict` is "all".
             GroupError: `groups` names a process group that does not exist here.
         """
-        _require_groups(self.config)
-        report: Report | None = None
         divide = self.inner or compat.default_partition
-        try:
+        with self._publishing() as publish:
             forward, backward, report = partition_pass.run_partition(
                 gm, lambda: divide(gm, joint_inputs, **options), options.get("num_fwd_outputs"), self.config
             )
-        except StrictError as error:
-            report = error.report
-            raise
-        finally:
-            if report is not None:
-                _publish(report, self.config)
+            publish(report)
         return forward, backward
 
     def uuid(self) -> Any:
         """As of the passes, with that of the partitioner inside; None where that has none."""
         own = super().uuid()
-        if self.inner is None or own is None:
-            return own
-        inner = getattr(self.inner, "uuid", lambda: None)()
-        return (own, inner) if inner else None
+        return own if self.inner is None else _all_or_none((own, _uuid_of(self.inner)))
 
 
 class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]
@@ -291,8 +288,15 @@ class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]
 
     def uuid(self) -> tuple[Any, ...] | None:
         """The passes' own identifiers; None, which turns caching off, when one has none."""
-        ids = tuple(getattr(graph_pass, "uuid", lambda: None)() for graph_pass in self.passes)
-        return None if any(not identifier for identifier in ids) else ids
+        return _all_or_none(tuple(map(_uuid_of, self.passes)))
+
+
+def _uuid_of(step: Callable[..., Any]) -> Any:
+    return getattr(step, "uuid", lambda: None)()
+
+
+def _all_or_none(ids: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    return ids if all(ids) else None
 
 
 def asynctp(

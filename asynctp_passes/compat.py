@@ -746,11 +746,8 @@ def recompute_tag(node: fx.Node) -> Any:
 
 
 def may_alias(node: fx.Node) -> bool:
-    """True for a node whose result may lie in the memory of its first input, as a view's."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return node.target is operator.getitem
-    return any(one.alias_info is not None for one in schema.returns)
+    """True for an op whose result may lie in the memory of what it takes, by its schema."""
+    return is_op(node.target) and any(one.alias_info is not None for one in node.target._schema.returns)
 
 
 def is_saved(node: fx.Node) -> bool:

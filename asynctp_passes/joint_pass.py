@@ -6,8 +6,6 @@ It marks what may be made again, tags what to keep, and notes the order of commu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
 
 from torch import fx
 
@@ -15,13 +13,12 @@ from asynctp_passes import compat
 from asynctp_passes.attempt import Attempt
 from asynctp_passes.config import Config
 from asynctp_passes.ir.order import communications, record_order
-from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import tangents_of
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import communicated
-from asynctp_passes.planning.made_again import CANDIDATE
-from asynctp_passes.planning.rematerialize import AGREED, rematerializations
-from asynctp_passes.planning.saved_products import SavedProduct, saved_products
+from asynctp_passes.planning.rematerializable import CANDIDATE
+from asynctp_passes.planning.rematerialize import AGREED, rematerialization_candidates
+from asynctp_passes.planning.saved_products import saved_products
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting import toposort
 
@@ -62,26 +59,15 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
 def _tag(graph: fx.Graph, config: Config, attempt: Attempt) -> None:
     decisions, context = decide_graph(graph, config)
     words = context.words
-    for gather in rematerializations(graph, decisions, config.rematerialize):
+    for gather in rematerialization_candidates(graph, decisions, config.rematerialize):
         if context.compares(gather):
             gather.node.meta[CANDIDATE] = words.place_of(gather)
-    tags: dict[tuple[str, str], Callable[[Ballot], None]] = {}  # by group and text, which names places in the group
-    for saved in saved_products(graph, decisions):
-        if context.compares(saved.collective):
-            tags[saved.collective.group_key, words.of_saved(saved.collective)] = partial(_save, saved)
-    texts: dict[str, list[str]] = {}
-    for group, text in tags:
-        texts.setdefault(group, []).append(text)
+    wanted = {
+        (one.collective.group_key, words.of_saved(one.collective)): one
+        for one in saved_products(graph, decisions)
+        if context.compares(one.collective)
+    }
     keys = communicated((one.candidate.collective for one in decisions), "joint")
-    ballots = {group: Ballot(group, key, tuple(texts.get(group, ())), joint=True) for group, key in keys.items()}
-    votes = attempt.vote(list(ballots.values()))
-    for (group, text), tag in tags.items():
-        if (refused := votes[group, text]) is None:
-            tag(Ballot(group, ballots[group].key, (text,), joint=True))
-        else:
-            log.warning("asynctp: %s is left out, since a rank does not do it: %s", text, refused)
-
-
-def _save(chosen: SavedProduct, agreed: Ballot) -> None:
-    compat.save_instead(chosen.collective.waits, chosen.nodes)
-    chosen.collective.node.meta[AGREED] = agreed
+    for saved, agreed in attempt.agree(keys, wanted):
+        compat.save_instead(saved.collective.waits, saved.nodes)
+        saved.collective.node.meta[AGREED] = agreed

@@ -12,12 +12,11 @@ from asynctp_passes.attempt import Attempt
 from asynctp_passes.config import Config
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.order import communications
-from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import tangents_of
 from asynctp_passes.planning.deviations import communicated
-from asynctp_passes.planning.made_again import Halves, MadeAgain, found_again
+from asynctp_passes.planning.rematerializable import Halves, find_rematerializations
 from asynctp_passes.reporting.report import Report
-from asynctp_passes.rewriting.make_again import make_again
+from asynctp_passes.rewriting.rematerialize import rematerialize
 
 __all__ = ["run_partition"]
 
@@ -45,18 +44,17 @@ def run_partition(
         StrictError: asynctp itself failed, and `config.strict` forbids it; the graphs are untouched.
     """
     before = Attempt(gm.graph, config, "joint", told="partition")
-    keys, tagged, failed = dict[str, str](), set[str](), True
+    keys: dict[str, str] | None = None
     with before:
         keys, tagged = _facts(gm.graph)
-        failed = False
     forward, backward = divide()
-    if failed:
+    if keys is None:
         return forward, backward, before.fall_back()
     if not keys:
         return forward, backward, None
     attempt = Attempt(backward.graph, config, "joint", other=forward.graph, keys=keys)
     with attempt:
-        _make_again(Halves(forward.graph, backward.graph, results, tagged), keys, attempt)
+        _rematerialize(Halves(forward.graph, backward.graph, results, tagged), keys, attempt)
         forward.recompile()
         backward.recompile()
         return forward, backward, None
@@ -71,21 +69,10 @@ def _facts(graph: fx.Graph) -> tuple[dict[str, str], set[str]]:
     return communicated(read_collectives(graph), "partition"), tagged
 
 
-def _make_again(halves: Halves, keys: dict[str, str], attempt: Attempt) -> None:
-    found, left = found_again(halves)
+def _rematerialize(halves: Halves, keys: dict[str, str], attempt: Attempt) -> None:
+    found, left = find_rematerializations(halves)
     for node, why in left.items():
         log.info("asynctp: %s: %s is not made again in the backward: %s", compat.compile_name(), node.name, why)
-    texts: dict[str, list[str]] = {}
-    for one in found:
-        texts.setdefault(one.gather.group_key, []).append(one.text)
-    ballots = {group: Ballot(group, key, tuple(texts.get(group, ())), joint=True) for group, key in keys.items()}
-    votes = attempt.vote(list(ballots.values()))
-    chosen: dict[MadeAgain, Ballot] = {}
-    for one in found:
-        group = one.gather.group_key
-        if (refused := votes[group, one.text]) is None:
-            chosen[one] = Ballot(group, keys[group], (one.text,), joint=True)
-        else:
-            log.warning("asynctp: %s is left out, since a rank does not do it: %s", one.text, refused)
+    chosen = dict(attempt.agree(keys, {(one.gather.group_key, one.text): one for one in found}))
     if chosen:
-        make_again(halves, chosen)
+        rematerialize(halves, chosen)

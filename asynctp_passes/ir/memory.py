@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.collectives import awaited_item
-from asynctp_passes.ir.nodes import mutates, op_name, traits_of, written_by
+from asynctp_passes.ir.nodes import is_number, mutates, op_name, traits_of, written_by
 
-__all__ = ["is_number", "owners_of", "program_memory", "written_memory"]
-
-
-def is_number(node: fx.Node) -> bool:
-    """True for a size, or what is computed from sizes."""
-    return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+__all__ = ["owners_of", "program_memory", "written_memory"]
 
 
 def owners_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

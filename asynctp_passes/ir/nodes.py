@@ -141,6 +141,11 @@ def is_size(node: fx.Node) -> bool:
     return traits_of(node).size
 
 
+def is_number(node: fx.Node) -> bool:
+    """True for a size, or another number that is computed from sizes."""
+    return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
 def tensor_of(node: object) -> torch.Tensor | None:
     """The fake tensor a node stands for, or None when it carries none."""
     if not isinstance(node, fx.Node):

@@ -353,8 +353,7 @@ def _is_power_of_two(number: float) -> bool:
 
 def shares_memory(node: fx.Node) -> bool:
     """True for an op whose result may lie in the memory of what it takes: a view, listed here or by its schema."""
-    known = compat.is_op(node.target) and any(result.alias_info is not None for result in node.target._schema.returns)
-    return known or is_view(node)
+    return compat.may_alias(node) or is_view(node)
 
 
 def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -33,7 +33,7 @@ from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
 from asynctp_passes.matching.chains import Bucket, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step
 from asynctp_passes.matching.near_miss import reduces
 
-__all__ = ["LOCAL", "PLAIN", "Words", "communicated", "is_for_any_graph", "of_made_again"]
+__all__ = ["LOCAL", "PLAIN", "Words", "communicated", "is_for_any_graph", "of_rematerialized"]
 
 LOCAL = "?"
 """A text with this in it has a size that only this rank knows, and is comparable to no other rank's."""
@@ -66,7 +66,7 @@ def communicated(collectives: Iterable[Collective], phase: str) -> dict[str, str
     return {group: begin + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] for group, lines in told.items()}
 
 
-def of_made_again(place: int, before: Sequence[tuple[str, bool]]) -> str:
+def of_rematerialized(place: int, before: Sequence[tuple[str, bool]]) -> str:
     """The text of a gather that is made again in the backward, at a place there that all ranks have to share.
 
     Args:

@@ -5,7 +5,7 @@
 
 The gathered tensor has a shard's bytes for every rank, and is most of what a layer with sequence parallelism keeps for
 its backward. The graph of forward and backward tells whether it is worth it. Whether it can be done is known when
-torch's partitioner has divided that graph (`made_again`).
+torch's partitioner has divided that graph (`rematerializable`).
 
 A gather is worth it if a fused op of the forward takes it in, the backward needs more of it than what products made,
 and activation checkpointing has not tagged it. Its group has to communicate in the backward anyway: another rank may
@@ -28,9 +28,9 @@ from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.planning import cost_model
-from asynctp_passes.planning.made_again import needs_of
+from asynctp_passes.planning.rematerializable import repeatable_uses
 
-__all__ = ["AGREED", "LEAST_BYTES", "REMATERIALIZED", "agreed_jointly", "rematerializations"]
+__all__ = ["AGREED", "LEAST_BYTES", "REMATERIALIZED", "agreed_jointly", "rematerialization_candidates"]
 
 REMATERIALIZED = "asynctp_rematerialized"
 """Key in the `meta` of a gather of a backward that was one of the forward: the bytes gathered, 0 where symbolic."""
@@ -53,7 +53,9 @@ def agreed_jointly(node: fx.Node, *, in_backward: bool) -> Ballot | None:
     return node.meta.get(AGREED) if in_backward == (REMATERIALIZED in node.meta) else None
 
 
-def rematerializations(graph: fx.Graph, decisions: Sequence[Decision], rematerialize: str) -> list[Collective]:
+def rematerialization_candidates(
+    graph: fx.Graph, decisions: Sequence[Decision], rematerialize: str
+) -> list[Collective]:
     """The gathers of a joint graph that are worth being made again in the backward, in order.
 
     Args:
@@ -86,7 +88,7 @@ def _is_taken_in(decision: Decision, backward: set[fx.Node]) -> bool:
 
 def _is_needed(gather: Collective, backward: set[fx.Node]) -> bool:
     """True where the backward needs a gather of the forward, or what is computed of it, and nobody has tagged that."""
-    nodes = needs_of(gather)
+    nodes = repeatable_uses(gather)
     tagged = any(compat.recompute_tag(node) is not None for node in (*gather.nodes, *nodes))
     return not tagged and any(user in backward for node in nodes for user in node.users)
 

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.ir.nodes import describe_tensor, module_of, path_of, traits_of
+from asynctp_passes.ir.nodes import describe_tensor, is_number, module_of, path_of, traits_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting.graph_index import About, write_index
@@ -286,8 +286,7 @@ def _inlined(view: _View, nodes: Sequence[fx.Node], returned: set[fx.Node]) -> s
 def _is_drawn(node: fx.Node) -> bool:
     """Unused placeholders, the output node and sizes are left out."""
     unused = node.op == "placeholder" and all(user.op == "output" for user in node.users)
-    size = isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
-    return node.op != "output" and not unused and not size
+    return node.op != "output" and not unused and not is_number(node)
 
 
 def _copies(node: fx.Node, home: dict[fx.Node, fx.Node]) -> list[str]:

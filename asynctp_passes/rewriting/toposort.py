@@ -141,8 +141,7 @@ def _has_effect(node: fx.Node) -> bool:
 
 def _is_alias(node: fx.Node) -> bool:
     """True for an op that always gives a view: it reads nothing, and its result changes with what it takes."""
-    results = node.target._schema.returns if compat.is_op(node.target) else ()
-    return not mutates(node) and any(result.alias_info is not None for result in results)
+    return not mutates(node) and compat.may_alias(node)
 
 
 def _accesses(nodes: Sequence[fx.Node]) -> Iterator[_Pair]:

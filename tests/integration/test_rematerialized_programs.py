@@ -99,7 +99,7 @@ def test_the_report_tells_of_it(mesh: DeviceMesh) -> None:
 
 
 def test_an_input_that_autograd_sees_changed(mesh: DeviceMesh) -> None:
-    """Its new value comes out of the graph, and is copied behind it. So the backward does not read it.
+    """The graph returns the new value, and the input gets it afterwards. So the backward does not read the input.
 
     What was gathered is kept, or the graph's own copy of the input, where it has one.
     """
@@ -165,7 +165,7 @@ def mlp_of(shard: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 
 def shard_is_a_view(rank: int, b: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -> list[Tensor]:
-    """Of what is computed from a buffer, in which the program receives before the backward."""
+    """The shard is a view of a tensor that is computed from a buffer, and the program overwrites the buffer."""
     return [mlp_of((b * 0.5).sin().view(2, -1, 16).view(-1, 16), w1, w2)]
 
 
@@ -268,7 +268,7 @@ def needed_at_another_place(rank: int, b: Tensor, w0: Tensor, w1: Tensor, w2: Te
 
 
 def two_at_other_places(rank: int, b: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -> list[Tensor]:
-    """Of two layers; their gathers are as large as one another."""
+    """Two layers gather tensors of one size, and rank 0 needs the second of them elsewhere."""
     y = summed(torch.relu(gathered((b + w0[:4]).sin()) @ w1) @ w2)
     full = gathered(y.sin())
     z = summed(torch.relu(full @ (w1 * 2)) @ w2)

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from asynctp_passes import Config, compat, joint_pass, partition_pass
 from asynctp_passes.ir.traversal import reachable, tangents_of
-from asynctp_passes.planning.made_again import CANDIDATE
+from asynctp_passes.planning.rematerializable import CANDIDATE
 from asynctp_passes.planning.rematerialize import REMATERIALIZED
 
 
@@ -58,7 +58,7 @@ class Divided:
 
     @property
     def communications(self) -> list[str]:
-        """What communicates in the backward, in order."""
+        """The ops of the backward that communicate, in order."""
         return [node.name for node in self.backward.nodes if "_c10d" in str(node.target) and "wait" not in node.name]
 
 

@@ -145,13 +145,13 @@ def test_what_is_foreseen_is_raised_as_it_is(error: type[Exception]) -> None:
 def test_a_joint_graph_is_left_without_its_marks(caplog: pytest.LogCaptureFixture) -> None:
     graph = program(joint=True)
     before = snapshot(graph)
-    with failing("rematerializations"):
+    with failing("rematerialization_candidates"):
         report = joint_pass.run_joint(graph, quiet(rematerialize="always"))
     assert report is not None
     assert (report.phase, report.remarks, len(report.internal_errors)) == ("joint", (), 1)
     assert snapshot(graph) == before
     assert "work on graph (joint)" in caplog.text
-    with failing("rematerializations"), pytest.raises(StrictError):
+    with failing("rematerialization_candidates"), pytest.raises(StrictError):
         joint_pass.run_joint(graph, quiet(strict="all"))
 
 

@@ -156,7 +156,7 @@ def sum_is_needed(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 def computed_by_an_op_of_its_own(b: GraphBuilder) -> tuple[Node, ...]:
-    """What such an op does is not known: a cumulative sum here."""
+    """Nothing is known of such an op: a cumulative sum here."""
     layer = Layer(b)
     rows = b.call(aten.cumsum.default, b.input("primals_rows", [8, 8], torch.bfloat16), 0)
     scaled = b.mul(layer.full, rows)
@@ -431,7 +431,7 @@ def test_the_vote_is_on_the_place_in_the_backward() -> None:
 
 
 def test_what_a_rank_refuses_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """Of two gathers one; the other one is made again where it would be anyway."""
+    """A rank refuses one of two gathers. The other one is made again all the same."""
     first, _ = texts_of(needed_twice)
 
     def refuse(self: object, ballots: list[Any]) -> dict[tuple[str, str], str | None]:
@@ -459,7 +459,7 @@ def test_gathers_keep_the_programs_order() -> None:
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("where", ["make_again", "found_again", "communicated", "tangents_of"])
+@pytest.mark.parametrize("where", ["rematerialize", "find_rematerializations", "communicated", "tangents_of"])
 def test_an_error_leaves_what_the_partitioner_made(where: str, internal_errors: None) -> None:
     """Whether it comes before the graph is divided, or after."""
     plain = halves(needed, "never")
@@ -482,7 +482,7 @@ def test_an_error_leaves_what_the_partitioner_made(where: str, internal_errors: 
 
 def test_an_error_raises_if_strict(internal_errors: None) -> None:
     with (
-        mock.patch.object(partition_pass, "found_again", side_effect=RuntimeError("no such thing")),
+        mock.patch.object(partition_pass, "find_rematerializations", side_effect=RuntimeError("no such thing")),
         pytest.raises(StrictError),
     ):
         halves(needed, strict="all")

@@ -27,10 +27,11 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives
-from asynctp_passes.ir.memory import is_number, owners_of, program_memory, written_memory
+from asynctp_passes.ir.memory import owners_of, program_memory, written_memory
 from asynctp_passes.ir.nodes import (
     called_name,
     is_known_collective,
+    is_number,
     is_pointwise,
     is_random,
     mutates,
@@ -41,18 +42,18 @@ from asynctp_passes.ir.nodes import (
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.order import communicates, communications
 from asynctp_passes.ir.traversal import reachable
-from asynctp_passes.planning.deviations import of_made_again
+from asynctp_passes.planning.deviations import of_rematerialized
 
-__all__ = ["CANDIDATE", "Halves", "MadeAgain", "found_again", "needs_of"]
+__all__ = ["CANDIDATE", "Halves", "Rematerialization", "find_rematerializations", "repeatable_uses"]
 
 CANDIDATE = "asynctp_candidate"
 """Key in the `meta` of a gather of the forward that is worth being made again: its place among those of its group."""
 
 _SMALL = 16
-"""What has fewer of the gathered bytes than one in so many may stay saved."""
+"""A saved tensor with less than this part of the gathered bytes, one in so many, may stay saved."""
 
 _LEAST_GAIN = 8
-"""Of the gathered bytes, one in so many has to be kept no more."""
+"""Rematerialization has to save at least this part of the gathered bytes, one in so many."""
 
 _NUMBERS = ("_operator", "math", "torch")
 """Modules of the functions that compute sizes."""
@@ -77,31 +78,33 @@ def _repeats(node: fx.Node) -> bool:
     return view or is_pointwise(node) or exact or traits.constant is not None
 
 
-def needs_of(gather: Collective) -> set[fx.Node]:
+def repeatable_uses(gather: Collective) -> set[fx.Node]:
     """A gather's result, and all that is computed of it by ops that have the same bits whenever they are done."""
     own = set(gather.results)
     return reachable(own, lambda node: node.users, lambda node: node in own or _repeats(node))
 
 
 @dataclass(frozen=True)
-class MadeAgain:
+class Rematerialization:
     """A gather that the backward can make again.
 
     Attributes:
         gather: Of the forward graph.
-        values: The saved tensors of the forward graph that are computed from it, in the order of their first use.
+        values: The saved tensors of the forward graph that are computed from it.
         copies: The nodes of the forward graph that the backward computes again, in order, the gather among them.
         shard: What is gathered, if it has to be saved.
+        first: The first node of the backward that uses one of the values.
+        after: How many communications of the backward come before that.
         text: The deviation, in words that ranks compare.
-        gain: Bytes that are kept no more.
     """
 
     gather: Collective
     values: tuple[fx.Node, ...]
     copies: tuple[fx.Node, ...]
     shard: fx.Node | None
+    first: fx.Node
+    after: int
     text: str
-    gain: int
 
 
 class _CannotBe(Exception):
@@ -147,11 +150,14 @@ class Halves:
         return first
 
 
-def found_again(halves: Halves) -> tuple[list[MadeAgain], dict[fx.Node, str]]:
-    """The marked gathers that the backward can make again; and by node, why not others of which it needs something.
+def find_rematerializations(halves: Halves) -> tuple[list[Rematerialization], dict[fx.Node, str]]:
+    """Find the marked gathers that the backward can make again.
 
     Args:
         halves: The two graphs. Gathers of the forward are marked by `CANDIDATE` in their `meta`.
+
+    Returns:
+        These; and the reason for each other marked gather that the backward needs, by the gather's node.
     """
     gathers = [one for one in read_collectives(halves.forward) if CANDIDATE in one.node.meta and one.call is None]
     if not gathers:
@@ -159,7 +165,7 @@ def found_again(halves: Halves) -> tuple[list[MadeAgain], dict[fx.Node, str]]:
     if not halves.is_known:
         return [], {one.node: "what is saved is not what the backward takes: a pass has changed it" for one in gathers}
     search = _Search(halves, gathers)
-    found: list[MadeAgain] = []
+    found: list[Rematerialization] = []
     left: dict[fx.Node, str] = {}
     for gather in gathers:
         try:
@@ -177,14 +183,15 @@ class _Search:
         self._program = program_memory(halves.forward, self._owners, halves.results)
         self._written = written_memory(halves.forward, self._owners) | compat.inputs_written_after(halves.forward)
         self._values = {gather.node: self._saved_of(gather) for gather in gathers}
-        self._before = _Before(halves.backward)
+        self._starts = communications(halves.backward.nodes)
+        self._groups = {one.start: one.group_key for one in read_collectives(halves.backward)}
         taken = {value for values in self._values.values() for value in values}
         self._leaves = set(self._read_anyway()) - taken
         self._sized = {node for node, given in halves.given.items() if given.users} - taken
 
     def _saved_of(self, gather: Collective) -> list[fx.Node]:
         """The saved tensors that are computed from a gather, and would not be there without being saved."""
-        needs, given = needs_of(gather), self._halves.given
+        needs, given = repeatable_uses(gather), self._halves.given
         own = (node for node in self._halves.saved if node in needs and self._owners[node] not in self._program)
         return [node for node in own if given[node].users and not is_number(node)]
 
@@ -198,13 +205,13 @@ class _Search:
             if used and (is_number(node) or own):
                 yield node
 
-    def of(self, gather: Collective) -> MadeAgain | None:
+    def of(self, gather: Collective) -> Rematerialization | None:
         """How a gather is made again; None where the backward needs nothing of it.
 
         Raises:
             _CannotBe: It is not made again, for this reason.
         """
-        whole, saved = compat.expected_bytes(gather.node.meta["val"]), self._values[gather.node]
+        whole, saved = _bytes(gather.node), self._values[gather.node]
         if not saved:
             return None
         if any(node.name in self._halves.tagged for node in saved):
@@ -216,10 +223,10 @@ class _Search:
         copies: set[fx.Node] = set()
         for value in saved:
             try:
-                copies |= self._expressed([value], gather.nodes, leaves)
+                copies |= self._expressed(value, gather.nodes, leaves)
                 values.append(value)
             except _CannotBe:
-                if compat.expected_bytes(value.meta["val"]) * _SMALL > whole:
+                if _bytes(value) * _SMALL > whole:
                     raise
         if not values:
             raise _CannotBe("nothing that is kept of it is large")
@@ -229,9 +236,10 @@ class _Search:
         if (before - after) * _LEAST_GAIN < whole or before <= after:
             raise _CannotBe(f"{after} bytes would be kept, in place of {before}")
         first = self._halves.first_user(values)
-        text = of_made_again(gather.node.meta[CANDIDATE], self._before.told(first, gather.group_key))
-        order = sorted(values, key=lambda value: self._halves.first_user([value]))
-        return MadeAgain(gather, tuple(order), tuple(sorted(copies)), kept, text, before - after)
+        earlier = [start for start in self._starts if start < first]
+        told = [(called_name(start), self._groups.get(start) == gather.group_key) for start in earlier]
+        text = of_rematerialized(gather.node.meta[CANDIDATE], told)
+        return Rematerialization(gather, tuple(values), tuple(sorted(copies)), kept, first, len(earlier), text)
 
     def _shard_to_save(self, gather: Collective) -> fx.Node | None:
         """The shard, where it has to be saved; None where it can be expressed.
@@ -241,7 +249,7 @@ class _Search:
         """
         shard = gather.source
         try:
-            self._expressed([shard], (), self._leaves)
+            self._expressed(shard, (), self._leaves)
             return None
         except _CannotBe as why:
             reason, owner = f"its shard cannot be computed again ({why}), and", self._owners[shard]
@@ -249,12 +257,12 @@ class _Search:
         if owner in self._program:
             raise _CannotBe(f"{reason} lies in memory of the program's, {owner.name}")
         if shard in self._halves.given:
-            raise _CannotBe(f"{reason} is saved already, and the backward writes to it")
+            raise _CannotBe(f"{reason} is saved already, for another use")
         if owner in self._written:
             raise _CannotBe(f"{reason} is written to later")
         made = owner.all_input_nodes[0] if op_name(owner) == "getitem" else owner
         if value is None or not compat.is_op(made.target):
-            raise _CannotBe(f"{reason} is made by {called_name(made)}, of which it is not known where it lies")
+            raise _CannotBe(f"{reason} is made by {called_name(made)}, whose memory is not known")
         if _bytes(owner) > _bytes(shard):
             raise _CannotBe(f"{reason} is a part of {owner.name}, which would be kept")
         if shard.name in self._halves.tagged:
@@ -268,13 +276,11 @@ class _Search:
         numbers = (node.meta["val"] for node in self._halves.given if is_number(node))
         return {symbol for number in numbers for symbol in compat.free_symbols(number)}
 
-    def _expressed(
-        self, values: Sequence[fx.Node], own: Collection[fx.Node], leaves: Container[fx.Node]
-    ) -> set[fx.Node]:
-        """The nodes that compute values again.
+    def _expressed(self, value: fx.Node, own: Collection[fx.Node], leaves: Container[fx.Node]) -> set[fx.Node]:
+        """The nodes that compute a value again.
 
         Args:
-            values: Of the forward.
+            value: Of the forward.
             own: The nodes of the gather that is made again.
             leaves: What the backward has.
 
@@ -282,7 +288,7 @@ class _Search:
             _CannotBe: One of them cannot be computed.
         """
         found: set[fx.Node] = set()
-        stack = list(values)
+        stack = [value]
         while stack:
             node = stack.pop()
             if node in leaves or node in found:
@@ -308,16 +314,3 @@ class _Search:
 def _bytes(node: fx.Node) -> int:
     value = tensor_of(node)
     return 0 if value is None else compat.expected_bytes(value)
-
-
-class _Before:
-    """Tells places in a backward in words that ranks compare."""
-
-    def __init__(self, backward: fx.Graph) -> None:
-        self._starts = communications(backward.nodes)
-        self._groups = {one.start: one.group_key for one in read_collectives(backward)}
-
-    def told(self, first: fx.Node, group: str) -> list[tuple[str, bool]]:
-        """The name of each op that communicates before a node, and whether it is of a group."""
-        starts = (start for start in self._starts if start < first)
-        return [(called_name(start), self._groups.get(start) == group) for start in starts]

@@ -11,28 +11,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.ir.memory import is_number
-from asynctp_passes.ir.nodes import has_side_effect, tensor_of
-from asynctp_passes.ir.order import communications, recorded_place
+from asynctp_passes.ir.nodes import has_side_effect, is_number, tensor_of
+from asynctp_passes.ir.order import recorded_place
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.planning import cost_model
-from asynctp_passes.planning.made_again import CANDIDATE, Halves, MadeAgain
+from asynctp_passes.planning.rematerializable import CANDIDATE, Halves, Rematerialization
 from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED
 
-__all__ = ["make_again"]
+__all__ = ["rematerialize"]
 
 
-def make_again(halves: Halves, chosen: Mapping[MadeAgain, Ballot]) -> None:
+def rematerialize(halves: Halves, chosen: Mapping[Rematerialization, Ballot]) -> None:
     """Edit both graphs.
 
     Args:
         halves: The graphs.
         chosen: The gathers, each with the ballot on which the ranks agreed to it.
     """
-    starts = communications(halves.backward.nodes)
-    first = {one: halves.first_user(one.values) for one in chosen}
-    after = {one: sum(start < first[one] for start in starts) for one in chosen}
-    order = sorted(chosen, key=lambda one: (after[one], recorded_place(one.gather.node), one.gather.node))
+    order = sorted(chosen, key=lambda one: (one.after, recorded_place(one.gather.node), one.gather.node))
     values = sorted(
         ((halves.first_user([value]), value, one) for one in order for value in one.values), key=lambda found: found[0]
     )
@@ -43,7 +39,7 @@ def make_again(halves: Halves, chosen: Mapping[MadeAgain, Ballot]) -> None:
         del env[value]
     spots: list[fx.Node] = []
     for one in reversed(order):  # none comes before one that the program makes before it
-        spots.append(min([first[one], *spots[-1:]]))
+        spots.append(min([one.first, *spots[-1:]]))
     for one, spot in zip(order, reversed(spots), strict=True):
         _copy(_needed(one.gather.node, one.copies), spot, env)
         gather = env[one.gather.node]
