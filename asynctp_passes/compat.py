@@ -801,7 +801,7 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
 
 
 def _put_subgraphs_inside(graph: fx.Graph) -> None:
-    """Let what wraps a node take no subgraph: as an operand of the wrapper, Inductor 2.15 cannot lower one."""
+    """Let what wraps a node take no subgraph, and no number of its results: Inductor 2.15 can lower neither."""
     from torch._inductor.fx_passes.control_dependencies import control_deps
 
     module = graph.owning_module
@@ -819,7 +819,52 @@ def _put_subgraphs_inside(graph: fx.Graph) -> None:
             wrapped.graph.erase_node(given)
         if taken:
             node.args = (deps, inner, *(one for one in operands if one.op != "get_attr"))
+            _compute_numbers(wrapped.graph)
             wrapped.recompile()
+
+
+def _compute_numbers(graph: fx.Graph) -> None:
+    """Of the results of the one call in a graph, let the graph return the tensors, and compute the others itself."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    (output,) = graph.find_nodes(op="output")
+    (call,) = output.args
+    results = call.meta.get("val")
+    if not isinstance(results, tuple | list) or all(isinstance(one, torch.Tensor) for one in results):
+        return
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    with graph.inserting_before(call):
+        numbers = {symbol: fx.Proxy(node, tracer) for symbol, node in _symbols_given(graph).items()}
+
+    def returned(index: int, result: Any) -> Any:
+        if result is None or isinstance(result, bool | int | float):
+            return result
+        if isinstance(result, torch.SymInt) and expression(result).free_symbols <= numbers.keys():
+            computed = sympy_interp(PythonReferenceAnalysis, numbers, expression(result))
+            return computed.node if isinstance(computed, fx.Proxy) else computed
+        item = graph.call_function(operator.getitem, (call, index))
+        item.meta["val"] = result
+        return item
+
+    with graph.inserting_before(output):
+        output.args = (tuple(returned(index, result) for index, result in enumerate(results)),)
+
+
+def _symbols_given(graph: fx.Graph) -> dict[sympy.Expr, fx.Node]:
+    """The symbols that are numbers among a graph's inputs, or sizes of tensors among them, each as a node."""
+    found: dict[sympy.Expr, fx.Node] = {}
+    inputs = {node: node.meta.get("val") for node in graph.find_nodes(op="placeholder")}
+    for node, value in inputs.items():
+        if isinstance(value, torch.SymInt) and expression(value).is_Symbol:
+            found.setdefault(expression(value), node)
+    for node, value in inputs.items():
+        sizes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+        for axis, size in enumerate(sizes):
+            if isinstance(size, torch.SymInt) and (symbol := expression(size)).is_Symbol and symbol not in found:
+                found[symbol] = graph.call_function(torch.ops.aten.sym_size.int, (node, axis))
+                found[symbol].meta["val"] = size
+    return found
 
 
 def keep_unused(op: torch._ops.OpOverload) -> None:

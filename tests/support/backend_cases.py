@@ -18,7 +18,6 @@ from compiled_training import (
     _TOLERANCE,
     GATHERS_ALONG_ANY,
     NEWER_THAN_2_11,
-    OLDER_THAN_2_14,
     PLAIN_HITS,
     QUICK,
     STRICT,
@@ -216,9 +215,12 @@ def case_region_compiled_once(mesh: DeviceMesh) -> tuple[Report, ...]:
     reports = asynctp_passes.reports()
     assert_fused(reports, {"forward": 2, "backward": 2})
     start()  # with dynamic sizes a region gives its caller numbers besides tensors
-    if OLDER_THAN_2_14:  # Inductor's later wrapper, which keeps an order, cannot take such a number
-        actual = train(compiled(lambda x: region(region(x)), fullgraph=True, dynamic=True), x, weights)
-        assert_close(actual, train(lambda x: layer(layer(x)), x, weights))
+    actual = train(compiled(lambda x: region(region(x)), fullgraph=True, dynamic=True), x, weights)
+    assert_close(actual, train(lambda x: layer(layer(x)), x, weights))
+    start()  # and None where an input needs no gradient
+    data = x.detach()
+    actual = train(compiled(lambda x: x * region(data) * region(data + 1), fullgraph=True), x, weights)
+    assert_close(actual, train(lambda x: x * layer(data) * layer(data + 1), x, weights))
     start()
 
     def outside(x: Tensor, *weights: Tensor) -> Tensor:
