@@ -824,7 +824,7 @@ def _put_subgraphs_inside(graph: fx.Graph) -> None:
 
 
 def _compute_numbers(graph: fx.Graph) -> None:
-    """Of the results of the one call in a graph, let the graph return the tensors, and compute the others itself."""
+    """Let a graph of one call return the call's tensors, and compute the call's other results itself."""
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 

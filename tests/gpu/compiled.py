@@ -6,8 +6,8 @@ A name is PROGRAM/MODE. Every program runs six times forward and backward on fre
 warms up, captures and replays.
 
 Ranks that share GPUs (`launched`) compare with the same program on the CPU, where gloo has all collectives: its
-functional ones end in a segmentation fault on tensors of a GPU (torch 2.11). Programs that cannot do without are left
-out then.
+functional ones end in a segmentation fault on tensors of a GPU (torch 2.11 and 2.15). Programs that cannot do without
+are left out then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import functools
 import gc
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -180,11 +181,12 @@ class ScalesOfBlocks(nn.Module):
 
 
 class Program(NamedTuple):
-    """A module, the shape of its input on each rank, and whether all ranks have the same input."""
+    """A module, the shape of its input on each rank, whether all ranks have the same input, and options."""
 
     module: nn.Module
     shape: tuple[int, ...]
     same: bool = False
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 def functional(cls: type[Functional | ScalesOfBlocks]) -> Callable[[DeviceMesh], Program]:
@@ -199,6 +201,11 @@ def block(mesh: DeviceMesh) -> Program:
     sizes = ModelSizes(width=WIDTH, hidden=HIDDEN, heads=8, sequence=ROWS)
     sharded = parallelize_module(Block(sizes), mesh, block_plan(), src_data_rank=None)
     return Program(sharded, (2, ROWS // mesh.size(), WIDTH))
+
+
+def block_made_again(mesh: DeviceMesh) -> Program:
+    """The same block; its gathers are made again in the backward, where the gradients of weights need them."""
+    return block(mesh)._replace(options={"rematerialize": "always"})
 
 
 def replicated_mlp(mesh: DeviceMesh) -> Program:
@@ -225,6 +232,7 @@ PROGRAMS: dict[str, tuple[Callable[[DeviceMesh], Program], Found]] = {
     "largest elements": (functional(OfLargest), Found(4)),
     "scales of blocks": (functional(ScalesOfBlocks), Found(5)),
     "block": (block, Found(8)),
+    "block, gathers made again": (block_made_again, Found(8, in_flight=2)),
     "MLP without sequence parallelism": (replicated_mlp, Found(2)),
 }
 
@@ -283,10 +291,10 @@ def check(name: str, mode: str | None) -> dict[str, Any]:
         return {"skipped": reason}
     torch.compiler.reset()
     asynctp_passes.clear_reports()
-    module, shape, same = made(name, "cuda")
+    module, shape, same, options = made(name, "cuda")
     skips = compat.cudagraph_skips()
-    kwargs = {} if mode is None else {"mode": mode}
-    run = torch.compile(module, backend="asynctp", dynamic=False, fullgraph=True, **kwargs)
+    options = {**options, **compat.inductor_mode_options(mode)}
+    run = torch.compile(module, backend="asynctp", dynamic=False, fullgraph=True, options=options)
     device = "cpu" if shared else "cuda"
     plain = made(name, device).module
     differences = []
