@@ -137,8 +137,8 @@ class Attempt:
                     keys = communicated(read_collectives(self._graph), self._told)
                 self.vote([Ballot(group, key, (), joint=True) for group, key in keys.items()])
             return None
-        if self.ballots is not None:  # the other ranks know that this graph has none of what they agreed on
-            return unfused(self._graph, self._config, {})
+        if self.ballots is not None:  # what is accepted any graph can do: `refuse` raises on all else
+            return unfused(self._graph, self._config, self.votes or {})
         agreed = agreed_before(self._graph, self._config)
         plan = unfused(self._graph, self._config, dict.fromkeys(agreed))
         votes = self.vote(ballots_of(plan))

@@ -147,7 +147,10 @@ class _OwnPass:
         mesh = compat.mesh_dimensions()
         groups = ",".join(f"{name}:{compat.size_of_group(name)}:{dim}" for name, dim in mesh.items())
         drawn = self.config.graph_dir or ""  # a graph that is cached is not drawn
-        parts = (sources_digest(), str(torch.__version__), self.config.digest(), registry.digest(), runs, groups, drawn)
+        # all-to-alls by gather, which are told apart by the rank's number (`missed_gather`), are of CPUs
+        places = "" if compat.uses_gpus() else ",".join(str(compat.rank_in_group(name)) for name in mesh)
+        versions = (sources_digest(), str(torch.__version__))
+        parts = (*versions, self.config.digest(), registry.digest(), runs, groups, places, drawn)
         return "-".join(parts).encode()
 
 
@@ -384,16 +387,21 @@ def split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     """Our options as a Config, and Inductor's as they are; `-` in a name stands for `_`, as torch.compile allows.
 
     Raises:
-        ConfigError: One is neither a field of Config nor an Inductor option, or a field has a bad value.
+        ConfigError: One is neither a field of Config nor an Inductor option, or has a bad value.
     """
     fields, known = set(Config.option_names()), compat.inductor_option_names()
     options = {name.replace("-", "_"): value for name, value in options.items()}
     patches = {name: value for name, value in options.items() if name not in fields}
-    for name in patches:
+    for name, value in patches.items():
         if name not in known:
             raise ConfigError(
                 f"asynctp: option {name!r} is not valid; it must be one of {sorted(Config.field_names())} or an "
                 f"Inductor option (torch._inductor.list_options()){did_you_mean(name, {*fields, *known})}"
+            )
+        if (wanted := compat.inductor_option_type(name)) is not None and not isinstance(value, wanted):
+            raise ConfigError(
+                f"asynctp: {name}={value!r} is not valid; Inductor's option is of type {wanted.__name__}, and this is "
+                f"of type {type(value).__name__}"
             )
     return Config.from_options({name: value for name, value in options.items() if name in fields}), patches
 
@@ -512,17 +520,20 @@ def _read_counter(name: str) -> Report:
 
 
 def _take_replayed(compiling: bool) -> list[str]:
-    """Take our names out of Inductor's counters and return those that came back from a cache entry."""
+    """Take our names out of Inductor's counters and return those that came back from a cache entry.
+
+    What stays for a cache entry that is not made yet is never missing in between: another thread may make it now.
+    """
     with _lock:
         counters = compat.cached_counters()
-        held = collections.Counter({name: count for name, count in counters.items() if name.startswith(_COUNTER)})
+        held = collections.Counter({name: count for name, count in list(counters.items()) if name.startswith(_COUNTER)})
         own = _sent & held
         _sent.clear()
         for name in held:
-            del counters[name]
-        if compiling:
-            _sent.update(own)
-            counters.update(own)
+            if compiling and own[name]:
+                counters[name] = _sent[name] = own[name]
+            else:
+                del counters[name]
         return list((held - own).elements())
 
 

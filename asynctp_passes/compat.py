@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_origin
 
 import sympy
 import torch
@@ -253,7 +253,7 @@ def axes_by_stride(tensor: torch.Tensor) -> list[int] | None:
     return sorted(axes, key=functools.cmp_to_key(compared))
 
 
-def statically_known_multiple(size: torch.SymInt, count: int) -> bool:
+def statically_known_multiple(size: int | torch.SymInt, count: int) -> bool:
     """True when guards that exist already establish `size % count == 0`; adds none."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -276,7 +276,7 @@ def is_remainder(expr: sympy.Expr) -> bool:
     return type(expr).__name__ in ("Mod", "PythonMod")
 
 
-def fake_mode_of(tensor: torch.Tensor | None) -> Any:
+def fake_mode_of(tensor: object) -> Any:
     """The fake mode that a tensor belongs to; None for other tensors."""
     return getattr(tensor, "fake_mode", None)
 
@@ -775,29 +775,48 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     """Make Inductor run each node after the nodes listed for it; its scheduler reorders what does not depend.
 
     Outside a compile, where nothing reorders, the graph stays as it is. Of a node with several results a tensor is
-    named, and moved next to it: Inductor passes over dependencies that are no tensors, or fails on a number. A node's
-    inputs are named too, since Inductor computes what is named at once; it would put what it computes only for the node
-    after the others as well, and could make it together with nothing that comes before those.
+    named, and moved next to it: Inductor passes over dependencies that are no tensors, or fails on a number. A number
+    is made a tensor, to be named. A node's inputs are named too, since Inductor computes what is named at once; it
+    would put what it computes only for the node after the others as well, and could make it together with nothing that
+    comes before those.
+
+    Raises:
+        RuntimeError: A node that others have to come after has no result.
     """
     if not after or not is_compiled(graph):
         return
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
-    def tensor(node: fx.Node) -> fx.Node:
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            return node
-        items = (user for user in node.users if user.target is operator.getitem)
-        item = next(one for one in items if isinstance(one.meta.get("val"), torch.Tensor))
-        node.append(item)
-        return item
-
     def named(node: fx.Node, earlier: list[fx.Node]) -> OrderedSet[fx.Node]:
         inputs = (source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor))
-        return OrderedSet([*map(tensor, earlier), *inputs])
+        return OrderedSet([*(tensors[one] for one in earlier), *inputs])
 
+    tensors = {one: _tensor_of_result(one) for one in dict.fromkeys(itertools.chain.from_iterable(after.values()))}
     preserve_node_ordering(graph, {node: named(node, earlier) for node, earlier in after.items()})
     _put_subgraphs_inside(graph)
+
+
+def _tensor_of_result(node: fx.Node) -> fx.Node:
+    """A node right after this one, or the node itself, with a tensor of its result, or one made of a number of it."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return node
+    items = [user for user in node.users if user.target is operator.getitem]
+    for item in items:
+        if isinstance(item.meta.get("val"), torch.Tensor):
+            node.append(item)
+            return item
+    for number in (node, *items):
+        if isinstance(number.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool):
+            if number is not node:
+                node.append(number)
+            with node.graph.inserting_after(number):
+                made = node.graph.call_function(torch.ops.aten.scalar_tensor.default, (number,))
+            tensors = (one.meta.get("val") for one in node.graph.nodes)
+            with next((mode for one in tensors if (mode := fake_mode_of(one))), contextlib.nullcontext()):
+                made.meta["val"] = torch.empty(())
+            return made
+    raise RuntimeError(f"others have to come after {node.name}, which has no result that Inductor could wait for")
 
 
 def _put_subgraphs_inside(graph: fx.Graph) -> None:
@@ -994,6 +1013,14 @@ def inductor_option_names() -> set[str]:
     from torch._inductor import config
 
     return set(config.get_config_copy())
+
+
+def inductor_option_type(name: str) -> type | None:
+    """The type that torch.compile asks a value of this Inductor option to have; None where it asks for none."""
+    from torch._inductor import config
+
+    wanted = config.get_type(name)  # type: ignore[attr-defined]
+    return wanted if get_origin(wanted) is None and isinstance(wanted, type) else None
 
 
 def inductor_option(name: str, default: Any = None) -> Any:

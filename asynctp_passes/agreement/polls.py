@@ -99,7 +99,7 @@ class Poll:
 
     def elsewhere(self) -> str | None:
         """Refuse it where a rank without it has other graphs of this function; None where none has by now."""
-        for rank in self.missing()[:LOOKED_AT]:
+        for rank in self.missing(LOOKED_AT):
             if told := self.ledger.difference(self.key, rank):
                 return self.decide(f"{REFUSED}{told}: {plain(self.text)}")
         return None
@@ -159,11 +159,16 @@ class Poll:
             self.ledger.store.add(counted, -1)
             self.ledger.store.delete_key(f"{self.place}/in/{self.number}/{self.ledger.rank}")
 
-    def missing(self) -> list[int]:
-        """The ranks that have not said that they have the deviation."""
-        return [
-            rank for rank in self.ledger.ranks if not self.ledger.store.check([f"{self.place}/in/{self.number}/{rank}"])
-        ]
+    def missing(self, most: int | None = None) -> list[int]:
+        """The ranks that have not said that they have the deviation; the first `most` of them."""
+        ranks, check, found = self.ledger.ranks, self.ledger.store.check, list[int]()
+        for start in range(0, len(ranks), LOOKED_AT):
+            at = {rank: f"{self.place}/in/{self.number}/{rank}" for rank in ranks[start : start + LOOKED_AT]}
+            if not check(list(at.values())):  # one question for many ranks, mostly
+                found += [rank for rank, key in at.items() if not check([key])]
+            if most is not None and len(found) >= most:
+                break
+        return found[:most]
 
     def absent(self) -> list[int]:
         """Those of them that have compiled no graph of the function with these collectives."""

@@ -199,11 +199,12 @@ def refuse(ballots: Iterable[Ballot], votes: Votes | None) -> None:
         votes: The outcome; None where asynctp failed before it was known.
 
     Raises:
-        DisagreementError: All ranks have agreed on something that this one cannot do, or may have.
+        DisagreementError: All ranks have agreed on something that this one cannot do, or may have. What any graph can
+            do is no such thing, once it is known.
     """
-    asked = [one for one in ballots if ledgers.of_group(one.group) is not None]
+    asked = [(one.group, text) for one in ballots if ledgers.of_group(one.group) for text in one.deviations]
     open_or_agreed = [
-        text for one in asked for text in one.deviations if votes is None or votes[one.group, text] is None
+        text for group, text in asked if votes is None or (votes[group, text] is None and not is_for_any_graph(text))
     ]
     if open_or_agreed:
         raise DisagreementError(

@@ -5,10 +5,11 @@
 A group whose matmuls' collectives are fused has these for its others too: one rank may multiply what it gathers, and
 another one may not. They have the contract of `_c10d_functional.all_gather_into_tensor`, `reduce_scatter_tensor` and
 `all_reduce`: along dim 0, and asynchronous, so that the result must go through `_c10d_functional.wait_tensor` before it
-is read. The input is copied first: Inductor, which does not know these ops, may write to its memory as soon as they
-return. On CUDA copy engines move the data (`cuda.plans.collectives`): `all_keep`, the same on all ranks, tells that no
-rank's call only multiplies what it gathers, and keeps none of it. Elsewhere, and where the GPUs cannot share memory,
-these are the functional collectives themselves. Importing this module registers them.
+is read. An input that is read after they return is copied first: Inductor, which does not know these ops, may write to
+its memory as soon as they do. On CUDA copy engines move the data, but for few bytes, which one kernel reads
+(`cuda.plans.collectives`): `all_keep`, the same on all ranks, tells that no rank's call only multiplies what it
+gathers, and keeps none of it. Elsewhere, and where the GPUs cannot share memory, these are the functional collectives
+themselves. Importing this module registers them.
 
 `asynctp::wait(result, source)` is how a rewritten graph waits. It reads the collective's input too, so that Inductor
 leaves that alone for so long: no copy (`copy=False`). And it gives its result, as an alias, where `wait_tensor` is a
@@ -50,13 +51,13 @@ def _real_all_gather(
         check_group("all_gather", group_size, group_name)
 
     _check_dims("all_gather", shard)
-    shard = _unchanged(shard, copy)
     if (cuda := overlapped(shard)) is not None:
         group = compat.process_group(group_name)
-        found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check, all_keep)
+        found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check, all_keep, copy)
         if found is not None:
             return found
     check()
+    shard = _unchanged(shard, copy)
     fp8 = shard.dtype in plain.FP8_DTYPES  # gloo has no such type
     wire = shard.view(torch.uint8) if fp8 else shard
     gather = torch.ops._c10d_functional.all_gather_into_tensor
@@ -70,13 +71,13 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
         _check_scatter(whole, reduce_op, group_size)
 
     _check_dims("reduce_scatter", whole)
-    whole = _unchanged(whole, copy)
     if (cuda := overlapped(whole)) is not None:
         group = compat.process_group(group_name)
-        found: Tensor | None = cuda.run_bulk_scatter(whole, reduce_op, group_size, group, check)
+        found: Tensor | None = cuda.run_bulk_scatter(whole, reduce_op, group_size, group, check, copy)
         if found is not None:
             return found
     check()
+    whole = _unchanged(whole, copy)
     if whole.device.type == "cpu" and reduce_op == "avg":  # gloo has no average: complete, then divided
         return plain.reduce_scatter(whole, reduce_op, 0, group_size, group_name)
     scatter = torch.ops._c10d_functional.reduce_scatter_tensor

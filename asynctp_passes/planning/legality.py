@@ -197,7 +197,8 @@ def compares_calls(collective: Collective, config: Config) -> bool:
     if dtype not in _OUT_DTYPES:
         return False
     limit = CONTRACTION_LIMIT // 2 if kind == "all_reduce" else CONTRACTION_LIMIT
-    return own is None or (0 < own < _INT32_LIMIT * ranks and (own % (16 * ranks) == 0 or own <= limit))
+    even = compat.statically_known_multiple(value_of(collective.input).numel(), 16 * ranks // dtype.itemsize)
+    return even if own is None else 0 < own < _INT32_LIMIT * ranks and (even or own <= limit)
 
 
 def on_wire(collective: Collective) -> bool:

@@ -64,8 +64,9 @@ def sources_digest() -> str:
     digest = hashlib.sha256()
     beside = _OWN.parent
     folders = [_OWN, beside / "kernels" / "asynctp_kernels", beside / "asynctp_kernels"]
-    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
+    sources = {f"{one.name}/{path.relative_to(one).as_posix()}": path for one in folders for path in one.rglob("*.py")}
+    for name, path in sorted(sources.items()):  # the same in a checkout and in an installed package
+        digest.update(name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -141,8 +141,9 @@ def _restore_program_order(graph: fx.Graph) -> None:
         segment = segments(graph)
         inputs = in_turn(wanted, in_turn([node for node in position if node.op == "placeholder"], draws(graph)))
         steps = steps_of(graph, {}, inputs, lambda node: (segment[node], position[node]))
-        if len(steps) == len(position):
-            _arrange([node for (node,) in steps])
+        if len(steps) != len(position):
+            raise RuntimeError(f"the program's order of {', '.join(node.name for node in wanted)} cannot be restored")
+        _arrange([node for (node,) in steps])
 
 
 def keep_order(graph: fx.Graph, ordered: Mapping[fx.Node, Sequence[fx.Node]]) -> None:

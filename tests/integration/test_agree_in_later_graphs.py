@@ -14,7 +14,7 @@ from functions import named
 
 from asynctp_passes import Config, DisagreementError, compat
 from asynctp_passes.agreement import ledgers, polls
-from asynctp_passes.agreement.ledgers import Ledger
+from asynctp_passes.agreement.ledgers import LOOKED_AT, Ledger
 from asynctp_passes.agreement.polls import Poll
 from asynctp_passes.agreement.vote import vote
 from asynctp_passes.ir.records import Ballot
@@ -132,6 +132,20 @@ def test_a_graph_that_one_rank_compiled_alone_has_no_number(two: Two) -> None:
     assert Poll(two.ledgers[0], "g", "asynctp/1/graph/fk", "model.py:one:1", 1, text).missing() == [1]
     two.post(1, "one", WITH)
     assert two.ledgers[1].others_came("asynctp/1/graph/fk")
+
+
+@pytest.mark.parametrize(("most", "wanted"), [(None, [3, 200]), (1, [3]), (LOOKED_AT, [3, 200])])
+def test_many_ranks_are_asked_at_once(two: Two, most: int | None, wanted: list[int]) -> None:
+    """The store answers for all ranks of a block; one by one it is asked where one of them is missing."""
+    ledger = two.ledgers[0]
+    poll = Poll(ledger, "g", "asynctp/1/graph/fk", "model.py:one:1", 0, SUM)
+    for rank in set(range(512)) - {3, 200}:
+        ledger.store.set(f"{poll.place}/in/0/{rank}", "1")
+    asked, check = list[int](), ledger.store.check
+    store = mock.Mock(check=lambda keys: (asked.append(len(keys)), check(keys))[1])
+    with mock.patch.object(ledger, "ranks", tuple(range(512))), mock.patch.object(ledger, "store", store):
+        assert poll.missing(most) == wanted
+    assert len(asked) <= 512 // LOOKED_AT + 2 * LOOKED_AT
 
 
 def test_a_refused_graph_from_a_cache_is_counted_once(two: Two) -> None:

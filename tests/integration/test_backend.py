@@ -312,6 +312,18 @@ def test_unknown_option(mesh: DeviceMesh) -> None:
     assert isinstance(cause(raised.value), ConfigError)
 
 
+def test_inductors_options_have_types() -> None:
+    """As with backend="inductor": a text is no bool, and "False" would be true."""
+    with pytest.raises(ConfigError, match=r"coordinate_descent_tuning='False' is not valid.*type bool.*type str"):
+        backend.split_options({"coordinate_descent_tuning": "False"})
+    patches = {
+        "coordinate_descent_tuning": True,
+        "max_autotune_gemm_backends": "ATEN",
+        "post_grad_custom_pre_pass": print,
+    }
+    assert backend.split_options(patches) == (Config(), patches)
+
+
 def test_our_options_with_dashes() -> None:
     """As torch.compile allows for Inductor's."""
     config, patches = backend.split_options({"min-bytes": 7, "shape-padding": True})

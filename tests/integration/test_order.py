@@ -73,7 +73,8 @@ def compiled_order(program: Program, local: int, groups: Groups, **options: bool
     function = torch.compile(program, backend="asynctp", options={"strict": "off", "log": False, **options})
     names = {group.group_name: group for group in groups}
     GROUPS.update(names)
-    with torch.no_grad(), registered(names=names):
+    numbers = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    with torch.no_grad(), registered(names=names), numbers:
         _, codes = run_and_get_code(function, local, groups)
     return [place for code in codes for place in started(code, groups)]
 
@@ -172,8 +173,19 @@ def unused(local: int, groups: Groups) -> list[Tensor]:
     return [x.cos()] if local else [first, a, scattered, total, other]
 
 
+def number(local: int, groups: Groups) -> list[Tensor]:
+    """One call's result is a number, which nothing of the other calls depends on."""
+    x, w = tensor(64, 32), tensor(32, 32)
+    total = all_reduce(x.sin(), "sum", groups[0])
+    count = torch.ops.vllm_like.all_reduce_count(x, groups[1].group_name)
+    a = all_gather_tensor(x, 0, groups[2]) @ w
+    scattered = reduce_scatter_tensor(x @ w, "sum", 0, groups[3])
+    return [a.sum() + count, scattered, total] if local else [scattered * 2, a, total, x * count]
+
+
 INFERENCE: list[Program] = [
     statistic,
+    number,
     heads_in_any_order,
     all_kinds,
     by_hand,

@@ -424,6 +424,27 @@ def test_few_bytes_are_moved_by_one_kernel(here: Machine) -> None:
     assert not {wire.signature(PUSH) for wire in wires} & told
 
 
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("implementation", ["direct", "fused"])
+def test_only_what_is_in_flight_reads_a_copy(
+    here: Machine, implementation: str, copy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program may write to the input once the op has returned, which comes after a kernel of the same stream."""
+    here.kernels.clear()
+    shard, whole = tensor(8, 3, 8), tensor(8, 3, 8)
+    sources: list[Tensor] = []
+    waits = mock.patch.object(moves, "_waited", lambda bulk, result: (sources.append(bulk.source), result)[1])
+    clone, cloned = Tensor.clone, list[Tensor]()
+    monkeypatch.setattr(Tensor, "clone", lambda given: (cloned.append(given), clone(given))[1])
+    with cuda.forced(implementation), waits:
+        cuda.run_bulk_gather(shard, WORLD, here.group, unchecked, True, copy)
+        cuda.run_bulk_scatter(whole, "sum", WORLD, here.group, unchecked, copy)
+    in_flight = implementation == "fused"
+    assert len(cloned) == (2 if copy and in_flight else 0)
+    same = [source.data_ptr() == given.data_ptr() for source, given in zip(sources, (shard, whole), strict=False)]
+    assert same == ([not copy] * 2 if in_flight else [])
+
+
 def test_a_small_maximum_is_made_by_the_kernel_of_sums(here: Machine) -> None:
     """Each kind has a plan of its own, which is made once; what is large, or of fp8, is NCCL's."""
     here.kernels.clear()

@@ -24,6 +24,7 @@ _ops = torch.library.Library("vllm_like", "FRAGMENT")
 _ops.define("all_gather(Tensor x, int dim, int world_size, str group_name) -> Tensor")
 _ops.define("reduce_scatter(Tensor x, int dim, int world_size, str group_name) -> Tensor")
 _ops.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
+_ops.define("all_reduce_count(Tensor x, str group_name) -> SymInt")
 _ops.define("cutlass_scaled_mm(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias) -> ()")
 _ops.define("bmm_fp8(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, ScalarType dtype, str backend) -> Tensor")
 
@@ -45,6 +46,10 @@ def _all_reduce(tensor: Tensor, group_name: str) -> Tensor:
     total = tensor.clone()
     dist.all_reduce(total, group=GROUPS[group_name])
     return total
+
+
+def _all_reduce_count(x: Tensor, group_name: str) -> int:
+    return int(_all_reduce(x, group_name).count_nonzero())
 
 
 def _dequantized(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor) -> Tensor:
@@ -74,6 +79,7 @@ _CPU = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
+    "all_reduce_count": _all_reduce_count,
     "cutlass_scaled_mm": _cutlass_scaled_mm,
     "bmm_fp8": _bmm_fp8,
 }
@@ -81,6 +87,7 @@ _FAKE = {
     "all_gather": lambda x, dim, world_size, group_name: _scaled_shape(x, dim, world_size),
     "reduce_scatter": lambda x, dim, world_size, group_name: _scaled_shape(x, dim, 1, world_size),
     "all_reduce": lambda tensor, group_name: torch.empty_like(tensor),
+    "all_reduce_count": lambda x, group_name: torch.library.get_ctx().new_dynamic_size(),
     "cutlass_scaled_mm": lambda out, a, b, a_scales, b_scales, bias: None,
     "bmm_fp8": lambda a, b, a_scale, b_scale, dtype, backend: a.new_empty(*a.shape[:-1], b.shape[-1], dtype=dtype),
 }

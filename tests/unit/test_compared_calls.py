@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from asynctp_passes import Config, Report, compat, joint_pass
 from asynctp_passes.ir.collectives import read_collectives
+from asynctp_passes.planning import legality
 from asynctp_passes.planning.legality import SMALL_BYTES, compares_calls
 from asynctp_passes.planning.plan import ballots_of, planned
 
@@ -66,6 +68,30 @@ def test_calls_are_compared_that_go_by_asynctps_transport(ranks: int) -> None:
         assert found != plain, (kind, reduce_op, dtype, size)
         outcome.add((kind, found))
     assert len(outcome) == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "wanted"),
+    [
+        ("all_reduce", 8192, True),
+        ("all_reduce", 4097, False),
+        ("reduce_scatter", 4097, False),
+        ("all_gather", 4097, True),
+    ],
+)
+def test_sums_of_any_rows_are_compared_if_their_bytes_divide(kind: str, columns: int, wanted: bool) -> None:
+    """A large sum that does not divide by 16 bytes a rank is NCCL's, which compares nothing."""
+    b = GraphBuilder(ranks=2)
+    x = b.input("x", [8, columns], BF16, dynamic=0)
+    if kind == "all_gather":
+        made = b.call(c10d.all_gather_into_tensor.default, x, 2, "tp")
+    elif kind == "reduce_scatter":
+        made = b.call(c10d.reduce_scatter_tensor.default, x, "sum", 2, "tp")
+    else:
+        made = b.call(c10d.all_reduce.default, x, "sum", "tp")
+    (collective,) = read_collectives(b.returns(made))
+    with mock.patch.object(legality, "on_wire", return_value=True):
+        assert compares_calls(collective, Config()) is wanted
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP64, torch.int64])

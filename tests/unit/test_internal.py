@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -312,14 +313,43 @@ def test_the_other_ranks_are_told_once(stage: str) -> None:
 
 def test_what_was_agreed_cannot_be_left_out() -> None:
     """A rank that fails after the vote stops where all have voted for something, or may have."""
-    text = "keep: all_gather 0"
-    ballot = Ballot("group", "key", (text,))
+    text, keep = "drop: all_reduce 0", "keep: all_gather 0"
+    ballot = Ballot("group", "key", (text, keep))
+    refused = {("group", text): "rank 1 does not"}
     with mock.patch.object(ledgers, "of_group", return_value=object()):
-        vote.refuse([ballot], {("group", text): "rank 1 does not"})
-        for votes in (None, {("group", text): None}):
+        vote.refuse([ballot], {**refused, ("group", keep): None})  # any graph can do that, also as it was
+        for votes in (None, {("group", text): None, ("group", keep): None}):
             with pytest.raises(DisagreementError, match=text):
                 vote.refuse([ballot], votes)
+        with pytest.raises(DisagreementError, match=keep):
+            vote.refuse([Ballot("group", "key", (keep,))], None)
     vote.refuse([ballot], None)  # this group has no store here: nobody was asked
+
+
+def test_a_graph_that_failed_after_the_vote_does_what_any_graph_can() -> None:
+    """Its peers pull the gather that all keep."""
+    tried = attempt.Attempt(program(), quiet(), "inference")
+    with mock.patch.object(plan, "on_wire", return_value=True):
+        (ballot,) = plan.ballots_of(plan.unfused(program(), quiet(), {("tp", "keep: all_gather 0"): None}))
+        tried.vote([ballot])
+        left = tried._all_alone()
+        assert left is not None
+        assert [one.kind for one in left.kept] == ["all_gather"]
+
+
+def test_sources_have_one_digest_in_a_checkout_and_in_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks compare it. There the kernels' folder comes after ours, here before."""
+    found = []
+    for layout in ("kernels/asynctp_kernels", "asynctp_kernels"):
+        root = tmp_path / layout.replace("/", "-")
+        for folder in ("asynctp_passes", layout):
+            (root / folder / "ir").mkdir(parents=True)
+            (root / folder / "ir" / "a.py").write_text(folder.rpartition("/")[2])
+        monkeypatch.setattr(internal, "_OWN", root / "asynctp_passes")
+        found.append(internal.sources_digest.__wrapped__())
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -138,12 +138,13 @@ def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T], c
 
 # --- in flight ------------------------------------------------------------------------------------------------------
 def run_bulk_gather(
-    shard: Tensor, group_size: int, group: ProcessGroup, check: Check, kept: bool = True
+    shard: Tensor, group_size: int, group: ProcessGroup, check: Check, kept: bool = True, copy: bool = False
 ) -> Tensor | None:
     """all_gather(shard, dim 0), unwaited: `_c10d_functional.wait_tensor` completes it. None: use NCCL.
 
-    kept: every rank of the group keeps what is gathered. `check` validates the arguments; it is
-    called once per plan, not once per call, and not before None is given.
+    kept: every rank of the group keeps what is gathered. copy: the shard may be written to once this has returned, as
+    ordered on the current stream. `check` validates the arguments; it is called once per plan, not once per call, and
+    not before None is given.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
@@ -151,11 +152,13 @@ def run_bulk_gather(
     memory = memory_for(group, shard.device)
     if memory is None or shard.numel() == 0:
         return None
-    rows = shard if shard.ndim > 1 else shard.unsqueeze(1)
+    rows = shard.contiguous() if shard.ndim > 1 else shard.contiguous().unsqueeze(1)
     call = gather_call(rows, None, memory.world, kept)
     transport = call.wire.transport(select.requested())
     if transport == PLAIN:
         return None
+    if copy and transport != DIRECT:  # that one is complete on the current stream
+        rows = rows.clone()
     key = ("bulk gather", memory.skipped, kept, group_size, select.requested(), *keys_of(rows))
     plan: Any = memory.plans.get(key)
     if plan is None:
@@ -171,9 +174,11 @@ def run_bulk_gather(
 
 
 def run_bulk_scatter(
-    whole: Tensor, reduce_op: str, group_size: int, group: ProcessGroup, check: Check
+    whole: Tensor, reduce_op: str, group_size: int, group: ProcessGroup, check: Check, copy: bool = False
 ) -> Tensor | None:
     """reduce_scatter(whole, dim 0), unwaited as above; "sum" or "avg", in fp32. None: use NCCL.
+
+    copy: as above.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
@@ -181,7 +186,7 @@ def run_bulk_scatter(
     memory = memory_for(group, whole.device)
     if memory is None or whole.numel() == 0:
         return None
-    rows = whole if whole.ndim > 1 else whole.unsqueeze(1)
+    rows = whole.contiguous() if whole.ndim > 1 else whole.contiguous().unsqueeze(1)
 
     def make() -> DirectSum | BulkScatter | None:
         return _reduction(memory, scatter_call(rows, reduce_op, memory.world), DirectSum, BulkScatter)
@@ -193,7 +198,7 @@ def run_bulk_scatter(
     if isinstance(plan, DirectSum):
         part: Tensor = in_step(memory, plan.reduce, rows)
         return part if whole.ndim > 1 else part.view(-1)
-    bulk: Bulk = in_step(memory, plan.start_bulk, rows)
+    bulk: Bulk = in_step(memory, plan.start_bulk, rows.clone() if copy else rows)
     return _waited(bulk, bulk.result if whole.ndim > 1 else bulk.result.view(-1))
 
 
