@@ -771,7 +771,7 @@ def is_compiled(graph: fx.Graph) -> bool:
     return graph.owning_module is not None and _compile_id() is not None
 
 
-def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
+def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
     """Make Inductor run each node after the nodes listed for it; its scheduler reorders what does not depend.
 
     Outside a compile, where nothing reorders, the graph stays as it is. Of a node with several results a tensor is
@@ -780,25 +780,30 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     would put what it computes only for the node after the others as well, and could make it together with nothing that
     comes before those.
 
-    Raises:
-        RuntimeError: A node that others have to come after has no result.
+    Returns:
+        The nodes without a result, for which Inductor cannot be told to wait.
     """
     if not after or not is_compiled(graph):
-        return
+        return []
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
     def named(node: fx.Node, earlier: list[fx.Node]) -> OrderedSet[fx.Node]:
         inputs = (source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor))
-        return OrderedSet([*(tensors[one] for one in earlier), *inputs])
+        return OrderedSet([*(made for one in earlier if (made := tensors[one]) is not None), *inputs])
 
     tensors = {one: _tensor_of_result(one) for one in dict.fromkeys(itertools.chain.from_iterable(after.values()))}
-    preserve_node_ordering(graph, {node: named(node, earlier) for node, earlier in after.items()})
-    _put_subgraphs_inside(graph)
+    found = {node: named(node, earlier) for node, earlier in after.items()}
+    preserve_node_ordering(graph, {node: awaited for node, awaited in found.items() if awaited})
+    _lower_wrapped_subgraphs()
+    return [node for node, made in tensors.items() if made is None]
 
 
-def _tensor_of_result(node: fx.Node) -> fx.Node:
-    """A node right after this one, or the node itself, with a tensor of its result, or one made of a number of it."""
+def _tensor_of_result(node: fx.Node) -> fx.Node | None:
+    """A node right after this one, or the node itself, with a tensor of its result, or one made of a number of it.
+
+    None for a node without a result.
+    """
     if isinstance(node.meta.get("val"), torch.Tensor):
         return node
     items = [user for user in node.users if user.target is operator.getitem]
@@ -816,74 +821,51 @@ def _tensor_of_result(node: fx.Node) -> fx.Node:
             with next((mode for one in tensors if (mode := fake_mode_of(one))), contextlib.nullcontext()):
                 made.meta["val"] = torch.empty(())
             return made
-    raise RuntimeError(f"others have to come after {node.name}, which has no result that Inductor could wait for")
+    return None
 
 
-def _put_subgraphs_inside(graph: fx.Graph) -> None:
-    """Let what wraps a node take no subgraph, and no number of its results: Inductor 2.15 can lower neither."""
+def _lower_wrapped_subgraphs() -> None:
+    """Let what wraps a node take a subgraph, and return numbers and None of it.
+
+    Inductor 2.14 and 2.15 realize all that a wrapper takes and returns, and ask for its name. These have neither, and
+    need neither.
+    """
+    from torch._inductor import lowering
     from torch._inductor.fx_passes.control_dependencies import control_deps
 
-    module = graph.owning_module
-    for node in graph.find_nodes(op="call_function", target=control_deps):
-        deps, inner, *operands = node.args
-        wrapped = operator.attrgetter(inner.target)(module)
-        inputs = wrapped.graph.find_nodes(op="placeholder")
-        taken = [(one, given) for one, given in zip(operands, inputs, strict=True) if one.op == "get_attr"]
-        for one, given in taken:
-            with wrapped.graph.inserting_after(inputs[-1]):
-                own = wrapped.graph.create_node("get_attr", one.target)
-            setattr(wrapped, one.target, operator.attrgetter(one.target)(module))
-            given.replace_all_uses_with(own)
-        for _, given in taken:
-            wrapped.graph.erase_node(given)
-        if taken:
-            node.args = (deps, inner, *(one for one in operands if one.op != "get_attr"))
-            _compute_numbers(wrapped.graph)
-            wrapped.recompile()
-
-
-def _compute_numbers(graph: fx.Graph) -> None:
-    """Let a graph of one call return the call's tensors, and compute the call's other results itself."""
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-
-    (output,) = graph.find_nodes(op="output")
-    (call,) = output.args
-    results = call.meta.get("val")
-    if not isinstance(results, tuple | list) or all(isinstance(one, torch.Tensor) for one in results):
+    original = lowering.lowerings[control_deps]
+    if getattr(original, "asynctp", False):
         return
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-    with graph.inserting_before(call):
-        numbers = {symbol: fx.Proxy(node, tracer) for symbol, node in _symbols_given(graph).items()}
 
-    def returned(index: int, result: Any) -> Any:
-        if result is None or isinstance(result, bool | int | float):
-            return result
-        if isinstance(result, torch.SymInt) and expression(result).free_symbols <= numbers.keys():
-            computed = sympy_interp(PythonReferenceAnalysis, numbers, expression(result))
-            return computed.node if isinstance(computed, fx.Proxy) else computed
-        item = graph.call_function(operator.getitem, (call, index))
-        item.meta["val"] = result
-        return item
+    @functools.wraps(original)
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        with _constants_realized():
+            return original(*args, **kwargs)
 
-    with graph.inserting_before(output):
-        output.args = (tuple(returned(index, result) for index, result in enumerate(results)),)
+    lowered.asynctp = True  # type: ignore[attr-defined]
+    lowering.lowerings[control_deps] = lowered
 
 
-def _symbols_given(graph: fx.Graph) -> dict[sympy.Expr, fx.Node]:
-    """The symbols that are numbers among a graph's inputs, or sizes of tensors among them, each as a node."""
-    found: dict[sympy.Expr, fx.Node] = {}
-    inputs = {node: node.meta.get("val") for node in graph.find_nodes(op="placeholder")}
-    for node, value in inputs.items():
-        if isinstance(value, torch.SymInt) and expression(value).is_Symbol:
-            found.setdefault(expression(value), node)
-    for node, value in inputs.items():
-        sizes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
-        for axis, size in enumerate(sizes):
-            if isinstance(size, torch.SymInt) and (symbol := expression(size)).is_Symbol and symbol not in found:
-                found[symbol] = graph.call_function(torch.ops.aten.sym_size.int, (node, axis))
-                found[symbol].meta["val"] = size
-    return found
+@contextlib.contextmanager
+def _constants_realized() -> Iterator[None]:
+    """Let Inductor's subgraphs, numbers and None be realized, also in a box, and have a name, another one each time."""
+    from torch._inductor import ir
+
+    count, realize_box = itertools.count(), ir.StorageBox.realize
+    kinds = (ir.Subgraph, ir.ShapeAsConstantBuffer, ir.NoneAsConstantBuffer)
+
+    def realize(box: Any) -> Any:
+        return None if isinstance(box.data, kinds) else realize_box(box)
+
+    methods = {"realize": lambda one: None, "get_name": lambda one: f"asynctp constant {next(count)}"}
+    with contextlib.ExitStack() as stack:
+        for kind, name in itertools.product(kinds, methods):
+            if name not in vars(kind):
+                setattr(kind, name, methods[name])
+                stack.callback(delattr, kind, name)
+        stack.callback(setattr, ir.StorageBox, "realize", realize_box)
+        setattr(ir.StorageBox, "realize", realize)  # noqa: B010  (mypy lets no method be assigned)
+        yield
 
 
 def keep_unused(op: torch._ops.OpOverload) -> None:

@@ -154,7 +154,12 @@ def keep_order(graph: fx.Graph, ordered: Mapping[fx.Node, Sequence[fx.Node]]) ->
     if not compat.lower_in_order(called):
         for place, node in enumerate(starts[1:], 1):
             after.setdefault(node, []).extend(_as_far_as_used(starts[:place]))
-    compat.keep_order(graph, after)
+    if unordered := compat.keep_order(graph, after):
+        log.warning(
+            "asynctp: %s: Inductor may run others before %s, as it may without asynctp. It cannot be told to wait for "
+            "an op without a result. Remedy: let the op return a tensor, or do without fallback_by_default",
+            *(compat.compile_name(), ", ".join(dict.fromkeys(map(called_name, unordered)))),
+        )
 
 
 def _as_far_as_used(earlier: Sequence[fx.Node]) -> list[fx.Node]:

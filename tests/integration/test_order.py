@@ -209,6 +209,21 @@ def test_generated_code_communicates_in_the_order_of_the_program(
     assert len(orders[0]) > 1
 
 
+def test_an_op_without_a_result_cannot_be_waited_for(groups: Groups, caplog: pytest.LogCaptureFixture) -> None:
+    """It is said, and what comes before it keeps its order with what comes after it."""
+
+    def program(local: int, groups: Groups) -> list[Tensor]:
+        x, w = tensor(64, 32), tensor(32, 32)
+        total = all_reduce(x.sin(), "sum", groups[0])
+        torch.ops.vllm_like.all_reduce_barrier(x, groups[1].group_name)
+        a = all_gather_tensor(x, 0, groups[2]) @ w
+        return [a, total] if local else [total + 1, a * 2]
+
+    orders = [compiled_order(program, local, groups, fallback_by_default=True) for local in (0, 1)]
+    assert [[place for place in order if place != 1] for order in orders] == [[0, 2], [0, 2]]
+    assert "before vllm_like.all_reduce_barrier" in caplog.text
+
+
 def training(local: int, groups: Groups, x: Tensor, w: Tensor) -> list[Tensor]:
     """Ranks multiply in different orders, and one uses a gathered tensor beside."""
     a, b = (all_gather_tensor_autograd(x * number, 0, group) for number, group in enumerate(groups[:2]))

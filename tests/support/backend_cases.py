@@ -233,6 +233,30 @@ def case_region_compiled_once(mesh: DeviceMesh) -> tuple[Report, ...]:
     return reports
 
 
+def case_subgraphs_after_a_collective(mesh: DeviceMesh) -> tuple[Report, ...]:
+    """Each call of a subgraph has to come after another collective: of a region, also with any sizes, of a branch."""
+    group = mesh.get_group()
+    region = torch.compiler.nested_compile_region(lambda x, w: funcol.all_reduce(x @ w, "sum", group))
+
+    def regions(x: Tensor, w: Tensor) -> Tensor:
+        x = funcol.all_reduce(x, "avg", group)
+        return region(region(x, w), w)
+
+    def branches(x: Tensor, w: Tensor) -> Tensor:
+        total = funcol.all_reduce(x.sum(), "sum", group)
+        one, two = (lambda x, k=k: funcol.all_reduce(x * k, "sum", group) for k in (1, 2))
+        return torch.cond(total > 0, one, two, (x,)) @ w
+
+    torch.manual_seed(0)
+    x, w = torch.randn(4, 16) + mesh.get_rank(), torch.randn(16, 16) / 16
+    for program, dynamic in ((regions, False), (regions, True), (branches, False)):
+        start()
+        with torch.no_grad():
+            actual = compiled(program, fullgraph=True, dynamic=dynamic, options={**STRICT, "strict": "off"})(x, w)
+            assert_close([actual], [program(x, w)])
+    return asynctp_passes.reports()
+
+
 def case_without_sequence_parallelism(mesh: DeviceMesh) -> tuple[Report, ...]:
     """The products are all-reduced, forward and backward; 3 rows cannot be divided among the ranks."""
     torch.manual_seed(2)

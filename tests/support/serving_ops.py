@@ -25,6 +25,8 @@ _ops.define("all_gather(Tensor x, int dim, int world_size, str group_name) -> Te
 _ops.define("reduce_scatter(Tensor x, int dim, int world_size, str group_name) -> Tensor")
 _ops.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
 _ops.define("all_reduce_count(Tensor x, str group_name) -> SymInt")
+_ops.define("all_reduce_barrier(Tensor x, str group_name) -> ()")
+torch.fx.node.has_side_effect(torch.ops.vllm_like.all_reduce_barrier.default)
 _ops.define("cutlass_scaled_mm(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias) -> ()")
 _ops.define("bmm_fp8(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, ScalarType dtype, str backend) -> Tensor")
 
@@ -50,6 +52,10 @@ def _all_reduce(tensor: Tensor, group_name: str) -> Tensor:
 
 def _all_reduce_count(x: Tensor, group_name: str) -> int:
     return int(_all_reduce(x, group_name).count_nonzero())
+
+
+def _all_reduce_barrier(x: Tensor, group_name: str) -> None:
+    _all_reduce(x, group_name)
 
 
 def _dequantized(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor) -> Tensor:
@@ -80,6 +86,7 @@ _CPU = {
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
     "all_reduce_count": _all_reduce_count,
+    "all_reduce_barrier": _all_reduce_barrier,
     "cutlass_scaled_mm": _cutlass_scaled_mm,
     "bmm_fp8": _bmm_fp8,
 }
@@ -88,6 +95,7 @@ _FAKE = {
     "reduce_scatter": lambda x, dim, world_size, group_name: _scaled_shape(x, dim, 1, world_size),
     "all_reduce": lambda tensor, group_name: torch.empty_like(tensor),
     "all_reduce_count": lambda x, group_name: torch.library.get_ctx().new_dynamic_size(),
+    "all_reduce_barrier": lambda x, group_name: None,
     "cutlass_scaled_mm": lambda out, a, b, a_scales, b_scales, bias: None,
     "bmm_fp8": lambda a, b, a_scale, b_scale, dtype, backend: a.new_empty(*a.shape[:-1], b.shape[-1], dtype=dtype),
 }
