@@ -150,7 +150,7 @@ def test_compiled_programs_become_what_they_say(name: str) -> None:
     asynctp_passes.clear_reports()
     options = {} if name == "gather used twice" else QUICK  # an op of its backward has no kernel in aten
     with imagined_ranks(2):
-        module, shape, _ = compiled.made(name, "cpu")
+        module, shape, *_ = compiled.made(name, "cpu")
         x = torch.randn(shape).bfloat16().requires_grad_()
         torch.compile(module, backend="asynctp", dynamic=False, fullgraph=True, options=options)(x).sum().backward()
     assert compiled.counted(asynctp_passes.reports()) == compiled.PROGRAMS[name][1]

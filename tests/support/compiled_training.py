@@ -47,6 +47,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 #: torch 2.11 traces, recomputes and caches some programs in other ways.
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 NEWER_THAN_2_11 = _VERSION > (2, 11)
+NEWER_THAN_2_14 = _VERSION > (2, 14)
 #: torch 2.11 and 2.12 break the graph at `all_gather_tensor` along another dimension than the first.
 GATHERS_ALONG_ANY = _VERSION > (2, 12)
 #: The dimension that `plain_layer` gathers and scatters along: torch 2.12 breaks the graph with autograd, too.

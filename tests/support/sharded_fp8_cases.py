@@ -25,7 +25,7 @@ from typing import Any
 import fp8_cases
 import torch
 import torch.distributed._functional_collectives as funcol
-from compiled_training import STRICT, bytes_over_gloo, local, own_cache, shard_of, start
+from compiled_training import NEWER_THAN_2_14, STRICT, NotRunnable, bytes_over_gloo, local, own_cache, shard_of, start
 from fp8_cases import E4M3, Current, Delayed, NormBlock, gathered
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -98,6 +98,9 @@ def _dynamic(compiled: str, fp8_weights: bool) -> Callable[[DeviceMesh], tuple[R
     def case(mesh: DeviceMesh) -> tuple[Report, ...]:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
+        if compiled == "model" and NEWER_THAN_2_14:
+            raise NotRunnable("dynamo breaks the graph: it does not trace _DTensor_compute_global_tensor_info")
+
         def train(compiled: str) -> list[Tensor]:
             model = sharded(torchao_model(mesh, fp8_weights), mesh, compiled)
             if fp8_weights:
@@ -163,7 +166,7 @@ def _compare(mesh: DeviceMesh, compiled: str, train: Callable[[str], list[Tensor
     assert [(report.phase, len(report.fused)) for report in blocks] == [("forward", 4), ("backward", 4)], blocks
     if compiled != "model":
         assert (graphs, breaks, len(reports)) == (1, {}, 2), (graphs, breaks, reports)
-    assert {remark.code for report in reports for remark in report.others} <= {"ATP002", "ATP013"}, reports
+    assert {remark.code for report in reports for remark in report.others} <= {"ATP002", "ATP013", "ATP014"}, reports
     return reports
 
 
