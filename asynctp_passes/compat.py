@@ -785,6 +785,7 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> list[fx.
     """
     if not after or not is_compiled(graph):
         return []
+    from torch._inductor import lowering
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
@@ -793,10 +794,13 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> list[fx.
         return OrderedSet([*(made for one in earlier if (made := tensors[one]) is not None), *inputs])
 
     tensors = {one: _tensor_of_result(one) for one in dict.fromkeys(itertools.chain.from_iterable(after.values()))}
-    found = {node: named(node, earlier) for node, earlier in after.items()}
+    left = set[fx.Node]()
+    if not hasattr(lowering, "_MISSING"):  # torch 2.11 can lower no wrapper of an op without a result
+        left = {node for node in after if node.meta.get("val") is None}
+    found = {node: named(node, earlier) for node, earlier in after.items() if node not in left}
     preserve_node_ordering(graph, {node: awaited for node, awaited in found.items() if awaited})
     _lower_wrapped_subgraphs()
-    return [node for node, made in tensors.items() if made is None]
+    return [node for node in (*tensors, *left) if tensors.get(node) is None]
 
 
 def _tensor_of_result(node: fx.Node) -> fx.Node | None:
