@@ -10,6 +10,7 @@ import math
 import operator
 import os
 import sys
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -850,19 +851,23 @@ def _lower_wrapped_subgraphs() -> None:
     lowering.lowerings[control_deps] = lowered
 
 
+_lowering_wrapped = threading.RLock()
+"""Held while Inductor's classes have methods of ours: a backward may be compiled in another thread."""
+
+
 @contextlib.contextmanager
 def _constants_realized() -> Iterator[None]:
     """Let Inductor's subgraphs, numbers and None be realized, also in a box, and have a name, another one each time."""
     from torch._inductor import ir
 
-    count, realize_box = itertools.count(), ir.StorageBox.realize
-    kinds = (ir.Subgraph, ir.ShapeAsConstantBuffer, ir.NoneAsConstantBuffer)
-
-    def realize(box: Any) -> Any:
-        return None if isinstance(box.data, kinds) else realize_box(box)
-
+    kinds, count = (ir.Subgraph, ir.ShapeAsConstantBuffer, ir.NoneAsConstantBuffer), itertools.count()
     methods = {"realize": lambda one: None, "get_name": lambda one: f"asynctp constant {next(count)}"}
-    with contextlib.ExitStack() as stack:
+    with _lowering_wrapped, contextlib.ExitStack() as stack:
+        realize_box = ir.StorageBox.realize
+
+        def realize(box: Any) -> Any:
+            return None if isinstance(box.data, kinds) else realize_box(box)
+
         for kind, name in itertools.product(kinds, methods):
             if name not in vars(kind):
                 setattr(kind, name, methods[name])

@@ -33,7 +33,7 @@ from asynctp_passes.ir.records import Ballot
 __all__ = ["LOOKED_AT", "Ledger", "keyed", "kind_of", "lock", "of_group"]
 
 LOOKED_AT = 64
-"""The ranks of a group, the first ones, that are asked one by one whether their graphs differ."""
+"""How many ranks the store is asked about at once; and how many of a group, the first, whether their graphs differ."""
 
 lock = threading.Lock()
 """Held while ledgers are made or change: ranks may be threads of one process."""

@@ -37,7 +37,7 @@ def main() -> int:
     if unknown:
         raise SystemExit(f"{', '.join(unknown)} is not valid; it must be among {', '.join(named)}")
     here = Place(dist.get_rank(), dist.get_world_size(), device())
-    mesh = init_device_mesh("cuda", (here.world,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(here.device.type, (here.world,), mesh_dim_names=("tp",))
     fused = True
     for name in sys.argv[1:] or named:
         size, kind = name.split("/")

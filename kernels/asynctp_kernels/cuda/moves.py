@@ -152,7 +152,8 @@ def run_bulk_gather(
     memory = memory_for(group, shard.device)
     if memory is None or shard.numel() == 0:
         return None
-    rows = shard.contiguous() if shard.ndim > 1 else shard.contiguous().unsqueeze(1)
+    shard = shard.contiguous()
+    rows = shard if shard.ndim > 1 else shard.unsqueeze(1)
     call = gather_call(rows, None, memory.world, kept)
     transport = call.wire.transport(select.requested())
     if transport == PLAIN:
@@ -186,7 +187,8 @@ def run_bulk_scatter(
     memory = memory_for(group, whole.device)
     if memory is None or whole.numel() == 0:
         return None
-    rows = whole.contiguous() if whole.ndim > 1 else whole.contiguous().unsqueeze(1)
+    whole = whole.contiguous()
+    rows = whole if whole.ndim > 1 else whole.unsqueeze(1)
 
     def make() -> DirectSum | BulkScatter | None:
         return _reduction(memory, scatter_call(rows, reduce_op, memory.world), DirectSum, BulkScatter)
