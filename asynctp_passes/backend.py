@@ -23,10 +23,10 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat, joint_pass, ops, partition_pass, pipeline
-from asynctp_passes.agreement.vote import stands
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
 from asynctp_passes.ir import registry
+from asynctp_passes.ranks.accord import ask
 from asynctp_passes.reporting import files, graph_page
 from asynctp_passes.reporting.across import Border, forget
 from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
@@ -348,7 +348,7 @@ def compile_graph(
         cached: list[Report] = []
         with contained("read reports of cached graphs"):
             cached = _read_cached(compiling=False)
-        refused = _refused(cached, config, joint=whole, anew=not again)
+        refused = _refused(cached, config, joint=whole)
         if refused and again:
             raise DisagreementError(f"asynctp: {_cached_in_vain(refused)}")
         if refused:  # these graphs do not run, and are not reported
@@ -501,9 +501,25 @@ def _publish_all(reports: Sequence[Report], config: Config | None, *, strayed: b
         _publish(report, config, strayed=strayed)
 
 
-def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False, anew: bool = False) -> list[str]:
-    """Deviations of graphs from a cache that a rank does not do. Ranks vote on them as on what they compile."""
-    return stands(cached, config, joint=joint, anew=anew) if cached else []
+def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False) -> list[str]:
+    """Why graphs from a cache cannot run as they are: the ranks' answers now are not those of then.
+
+    A backward that comes with its forward is not waited for: on other ranks it may be compiled only when it runs, which
+    takes this rank's forward. So it stands if its answer is known by then, and is compiled anew otherwise.
+
+    joint: The graph that they were made of was not seen here either: its questions are asked too.
+    """
+    with_forward = any(report.phase != "backward" for report in cached)
+    own = [one for report in cached for one in report.questions]
+    before = dict.fromkeys(asked for one in own for asked in one.joint) if joint else {}
+    late = [one for one in own if one.phase == "backward" and with_forward]
+    questions = [*before, *own]
+    found = list[str]()
+    for question, answer in zip(questions, ask(questions, config, late), strict=True):
+        now = question.with_answer(answer)
+        if (now.done, now.kept) != (question.done, question.kept):
+            found += dict.fromkeys(answer.refused.values()) or [f"all ranks agree now on {'; '.join(answer.agreed)}"]
+    return found
 
 
 def _cached_in_vain(refused: Sequence[str]) -> str:

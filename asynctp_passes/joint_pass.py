@@ -10,15 +10,16 @@ import logging
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.attempt import Attempt
 from asynctp_passes.config import Config
+from asynctp_passes.ir.marks import note_joint
 from asynctp_passes.ir.order import communications, record_order
 from asynctp_passes.ir.traversal import tangents_of
 from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import communicated
 from asynctp_passes.planning.rematerializable import CANDIDATE
-from asynctp_passes.planning.rematerialize import AGREED, rematerialization_candidates
+from asynctp_passes.planning.rematerialize import rematerialization_candidates
 from asynctp_passes.planning.saved_products import saved_products
+from asynctp_passes.ranks.undo import UndoOnError
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting import toposort
 
@@ -45,7 +46,7 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
         DisagreementError: asynctp failed on the graph after all ranks had agreed on something; the graph is untouched.
         StrictError: asynctp itself failed, and `config.strict` forbids it; the graph is untouched.
     """
-    attempt = Attempt(graph, config, "joint")
+    attempt = UndoOnError(graph, config, "joint")
     with attempt:
         if communications(graph.nodes):  # any other graph is left to Inductor, which sorts it after this pass
             toposort.sort(graph)
@@ -56,18 +57,18 @@ def run_joint(graph: fx.Graph, config: Config) -> Report | None:
     return attempt.fall_back()
 
 
-def _tag(graph: fx.Graph, config: Config, attempt: Attempt) -> None:
+def _tag(graph: fx.Graph, config: Config, attempt: UndoOnError) -> None:
     decisions, context = decide_graph(graph, config)
     words = context.words
     for gather in rematerialization_candidates(graph, decisions, config.rematerialize):
-        if context.compares(gather):
+        if context.compares_all(gather.group_key):
             gather.node.meta[CANDIDATE] = words.place_of(gather)
     wanted = {
         (one.collective.group_key, words.of_saved(one.collective)): one
         for one in saved_products(graph, decisions)
-        if context.compares(one.collective)
+        if context.compares_all(one.collective.group_key)
     }
-    keys = communicated((one.candidate.collective for one in decisions), "joint")
-    for saved, agreed in attempt.agree(keys, wanted):
+    done, told = attempt.agree(communicated(one.candidate.collective for one in decisions), wanted)
+    for saved in done:
         compat.save_instead(saved.collective.waits, saved.nodes)
-        saved.collective.node.meta[AGREED] = agreed
+    note_joint(graph, told)

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.attempt import Attempt
 from asynctp_passes.config import Config
 from asynctp_passes.ir.collectives import read_collectives
+from asynctp_passes.ir.marks import note_joint
 from asynctp_passes.ir.order import communications
 from asynctp_passes.ir.traversal import tangents_of
 from asynctp_passes.planning.deviations import communicated
 from asynctp_passes.planning.rematerializable import Halves, find_rematerializations
+from asynctp_passes.ranks.undo import UndoOnError
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting.rematerialize import rematerialize
 
@@ -43,7 +44,7 @@ def run_partition(
         DisagreementError: asynctp failed after all ranks had agreed on something; the graphs are untouched.
         StrictError: asynctp itself failed, and `config.strict` forbids it; the graphs are untouched.
     """
-    before = Attempt(gm.graph, config, "joint", told="partition")
+    before = UndoOnError(gm.graph, config, "partition")
     keys: dict[str, str] | None = None
     with before:
         keys, tagged = _facts(gm.graph)
@@ -52,7 +53,7 @@ def run_partition(
         return forward, backward, before.fall_back()
     if not keys:
         return forward, backward, None
-    attempt = Attempt(backward.graph, config, "joint", other=forward.graph, keys=keys)
+    attempt = UndoOnError(backward.graph, config, "partition", other=forward.graph, keys=keys)
     with attempt:
         _rematerialize(Halves(forward.graph, backward.graph, results, tagged), keys, attempt)
         forward.recompile()
@@ -62,17 +63,19 @@ def run_partition(
 
 
 def _facts(graph: fx.Graph) -> tuple[dict[str, str], set[str]]:
-    """By group, under which key it votes, none for a graph of no backward; and the names of nodes that are tagged."""
+    """A hash of what each group communicates, none without a backward; and the nodes that checkpointing has tagged."""
     if not (tangents_of(graph) and communications(graph.nodes)):
         return {}, set()
     tagged = {node.name for node in graph.nodes if compat.recompute_tag(node) is not None}
-    return communicated(read_collectives(graph), "partition"), tagged
+    return communicated(read_collectives(graph)), tagged
 
 
-def _rematerialize(halves: Halves, keys: dict[str, str], attempt: Attempt) -> None:
+def _rematerialize(halves: Halves, keys: dict[str, str], attempt: UndoOnError) -> None:
     found, left = find_rematerializations(halves)
     for node, why in left.items():
         log.info("asynctp: %s: %s is not made again in the backward: %s", compat.compile_name(), node.name, why)
-    chosen = dict(attempt.agree(keys, {(one.gather.group_key, one.text): one for one in found}))
+    chosen, told = attempt.agree(keys, {(one.gather.group_key, one.text): one for one in found})
     if chosen:
         rematerialize(halves, chosen)
+    for half in (halves.forward, halves.backward):
+        note_joint(half, told)

@@ -1,14 +1,13 @@
-"""The order of the steps: find, plan, vote with the other ranks, report, raise if strict, and only then rewrite."""
+"""The order of the steps: find, plan, ask the other ranks, report, raise if strict, and only then rewrite."""
 
 from __future__ import annotations
 
 from torch import fx
 
-from asynctp_passes.agreement.vote import agreed_before
-from asynctp_passes.attempt import Attempt
 from asynctp_passes.config import Config
 from asynctp_passes.ir.traversal import phase_of
-from asynctp_passes.planning.plan import ballots_of, planned, without_refused
+from asynctp_passes.planning.plan import planned, questions_of, with_accords, without_refused
+from asynctp_passes.ranks.undo import UndoOnError
 from asynctp_passes.reporting.build import report_of, with_calls
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_if_strict
@@ -40,19 +39,19 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
     """
     _require_graph(graph)
     config = Config.given(config)
-    attempt = Attempt(graph, config, phase_of(graph))
+    attempt = UndoOnError(graph, config, phase_of(graph))
     with attempt:
         return _fuse(graph, config, attempt)
     return attempt.fall_back()
 
 
-def _fuse(graph: fx.Graph, config: Config, attempt: Attempt) -> Report:
+def _fuse(graph: fx.Graph, config: Config, attempt: UndoOnError) -> Report:
     put_in_program_order(graph)
-    agreed = agreed_before(graph, config)
-    plan = planned(graph, config, agreed)  # finds the chains, and decides
-    votes = attempt.vote(ballots_of(plan))
-    plan = without_refused(plan, votes, agreed)
-    report = report_of(graph, plan, config, votes)
+    wanted = planned(graph, config)  # finds the chains, and decides
+    questions = questions_of(wanted)
+    answers = attempt.ask(questions)
+    plan = with_accords(without_refused(wanted, answers), answers)
+    report = report_of(graph, plan, config, questions, answers)
     raise_if_strict(graph, report, config)
     return with_calls(report, rewrite(graph, plan))
 

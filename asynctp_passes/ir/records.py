@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-__all__ = ["Ballot", "Crossing"]
+__all__ = ["Answer", "Answers", "Crossing", "Question"]
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,56 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Ballot:
-    """The deviations of a graph that all ranks of a group do, or none: their vote is on these.
+class Question:
+    """What a group's ranks are asked about a graph: whether all of them deviate alike (`ranks.accord`).
 
     Attributes:
         group: Name of the process group.
-        key: Hash of what it communicates in the graph.
-        deviations: Texts of `planning.deviations.Words`, as `"sum: all_reduce(sum) in place of
-            1 * 0 + 1 * 1"`: numbers are places among the group's collectives.
-        joint: It is of the graph of a forward and its backward, before it was divided.
+        phase: Of the graph that is asked about: `"joint"`, `"partition"`, or as in reports.
+        communicates: Hash of what the group communicates in it.
+        deviations: Texts of `planning.deviations.Words`, sorted, as `"sum: all_reduce(sum) in place of
+            1 * 0 + 1 * 1"`: numbers are places among the group's collectives. All ranks do all of them, or none.
+        keeps: The gathers whose result this rank keeps: each is a question of its own.
+        joint: What the group was asked about the graph of the forward and its backward, and about its two halves.
+        done: The ranks' answer: the graph has the deviations.
+        kept: The gathers that all ranks keep.
     """
 
     group: str
-    key: str
+    phase: str
+    communicates: str
     deviations: tuple[str, ...] = ()
-    joint: bool = False
+    keeps: tuple[str, ...] = ()
+    joint: tuple[Question, ...] = ()
+    done: bool = False
+    kept: tuple[str, ...] = ()
+
+    def with_answer(self, answer: Answer) -> Question:
+        """The question with its answer."""
+        done = bool(self.deviations) and answer.agreed.issuperset(self.deviations)
+        return replace(self, done=done, kept=tuple(text for text in self.keeps if text in answer.agreed))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What all ranks of a group do.
+
+    Attributes:
+        agreed: The texts of the deviations and of the gathers that are kept, of those that were asked about.
+        refused: Why others of these are not done, by text.
+        accord: The number that every call of the graph in this group carries: a hash of all that the ranks agreed on
+            for it, before it was divided too. 0 for nothing.
+    """
+
+    agreed: frozenset[str] = frozenset()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    accord: int = 0
+
+    def refuses(self, text: str) -> str | None:
+        """Why a deviation is not done; None for one that all ranks do."""
+        missing = f"{text}: it became possible only when others were refused"
+        return None if text in self.agreed else self.refused.get(text, missing)
+
+
+Answers = Mapping[str, Answer]
+"""By group. A group that is missing was not asked yet: it may do everything."""

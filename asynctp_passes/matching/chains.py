@@ -482,16 +482,14 @@ class Bucket:
     """`(x → all_reduce → wait)+`: all-reduces, in graph order, that become one in front of the node `place`.
 
     `place` is a member's collective, or what communicates next. Where it is a fused chain, `chain`, it is the place of
-    the fused op. Others of a graph may lie between the same two collectives of the program:
-    `earlier` are those in front of this one. `beside` are the texts of the plan's other deviations: without one of them
-    there may be no place for this bucket.
+    the fused op. Others of a graph may lie between the same two collectives of the program: `earlier` are those in
+    front of this one.
     """
 
     members: tuple[Collective, ...]
     place: fx.Node
     chain: Chain | None = None
     earlier: tuple[Bucket, ...] = ()
-    beside: tuple[str, ...] = ()
 
     @property
     def collective(self) -> Collective:

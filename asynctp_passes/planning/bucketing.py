@@ -40,7 +40,7 @@ from asynctp_passes.planning.deviations import Words
 from asynctp_passes.planning.legality import SMALL_BYTES, Context
 from asynctp_passes.planning.overlap import order_beside
 
-__all__ = ["deviations_beside", "find_buckets"]
+__all__ = ["deviations_of", "find_buckets"]
 
 _GROUP_OF_MESH = "_dtensor.mesh_get_process_group.default"
 Key = tuple[object, ...]
@@ -60,7 +60,8 @@ def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket
     """The sets of two or more small all-reduces that become one each, in the order of their windows.
 
     Members of a set have one group, reduction (max or min), dtype, device and stretch between in-place operations. All
-    together have `SMALL_BYTES` at most. Those reductions give the same bits in any order of ranks. A sum's rounding
+    together have `SMALL_BYTES` at most. No bucket's place depends on what another group agrees on: where one deviates,
+    the others have none. Those reductions give the same bits in any order of ranks. A sum's rounding
     depends on the backend's order, and that on where in the buffer an element lies.
 
     Args:
@@ -87,12 +88,13 @@ def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket
         chosen.bytes += size
     found = sorted((one for ours in sets.values() for one in ours), key=lambda one: one.before)
     fused = {chain.collective.node: chain for chain in fused_chains(decisions)}
-    beside = tuple(sorted(f"{group} {text}" for group, text in deviations_beside(decisions, context.words)))
+    deviating = {group for group, _ in deviations_of(decisions, context.words)}
     buckets = (_bucket(one, steps, place, context.segments, fused) for one in found if len(one.members) > 1)
-    return _told_apart((replace(one, beside=beside) for one in buckets), context)
+    alone = [one for one in buckets if deviating <= {one.collective.group_key}]
+    return _told_apart(alone, context)
 
 
-def deviations_beside(decisions: Sequence[Decision], words: Words) -> Iterator[tuple[str, str]]:
+def deviations_of(decisions: Sequence[Decision], words: Words) -> Iterator[tuple[str, str]]:
     """The deviations that decide where what communicates stands, by group and text: of fused chains, and drops."""
     for chain in fused_chains(decisions):
         yield from ((chain.collective.group_key, text) for text in words.of_chain(chain))
@@ -121,11 +123,16 @@ def _bucket(
 
 
 def _told_apart(buckets: Iterable[Bucket], context: Context) -> list[Bucket]:
-    """The buckets, each with those that come before it between the same two collectives of the program."""
+    """The buckets of one group between the same two collectives of the program, each with those before it there.
+
+    One that follows another group's there is left out.
+    """
     found: list[Bucket] = []
     for bucket in buckets:
-        gap = context.words.gap(bucket)
-        found.append(replace(bucket, earlier=tuple(one for one in found if context.words.gap(one) == gap)))
+        gap, group = context.words.gap(bucket), bucket.collective.group_key
+        earlier = tuple(one for one in found if context.words.gap(one) == gap)
+        if all(one.collective.group_key == group for one in earlier):
+            found.append(replace(bucket, earlier=earlier))
     return found
 
 
@@ -138,8 +145,6 @@ def _eligible(decision: Decision, context: Context) -> bool:
     if decision.refusal.reason is reasons.RESULT_DROPPED:
         return False
     if collective.reduce_op not in EXTREMES or not context.config.enrolls(collective.group_key):
-        return False
-    if not context.compares(collective):
         return False
     size, result = bytes_of(collective.input), tensor_of(collective.node)
     if size is None or result is None or not compat.is_contiguous(result):

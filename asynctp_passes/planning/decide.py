@@ -12,32 +12,38 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
 from asynctp_passes.ir.nodes import has_side_effect, mutates, op_name
+from asynctp_passes.ir.records import Answers
 from asynctp_passes.ir.traversal import phase_of, reachable, segments, tangents_of
 from asynctp_passes.matching.chains import Candidate, Decision
 from asynctp_passes.matching.find import find
 from asynctp_passes.planning.deviations import Words
-from asynctp_passes.planning.legality import CHECKS, Context, Verdict, is_tensor_parallel, ranks_alike
+from asynctp_passes.planning.legality import CHECKS, Context, blind_calls, is_tensor_parallel, ranks_alike
 from asynctp_passes.reasons import RANKS_DIFFER, RESULT_DROPPED, Refusal
 
 __all__ = ["allowed", "decide", "decide_graph", "unused_collectives", "without"]
 
 
-def decide_graph(
-    graph: fx.Graph, config: Config, verdict: Verdict | None = None, left: frozenset[str] = frozenset()
-) -> tuple[list[Decision], Context]:
+def decide_graph(graph: fx.Graph, config: Config, answers: Answers | None = None) -> tuple[list[Decision], Context]:
     """One decision per collective of a graph, in order, and what they were made with.
 
     Args:
         graph: The graph.
         config: The configuration.
-        verdict: What the ranks said to the deviations that the decisions without it have.
-        left: As in `Context`.
+        answers: What the ranks said to the deviations that the decisions without it have.
     """
     collectives = read_collectives(graph)
     unused = unused_collectives(graph, collectives, config)
     sizes = read_sizes(graph, collectives, erased=unused)
-    words = Words(collectives)
-    context = Context(graph, sizes, config, segments(graph), unused, left=left, words=words, verdict=verdict)
+    context = Context(
+        graph,
+        sizes,
+        config,
+        segments(graph),
+        unused,
+        words=Words(collectives),
+        answers=answers or {},
+        blind=blind_calls(collectives, config),
+    )
     context = replace(context, unused=_dropped_everywhere(collectives, context))
     candidates = find(graph, collectives, context.sizes, lambda candidate: allowed(candidate, context))
     return decide(candidates, context), context
@@ -75,7 +81,7 @@ def _dropped_everywhere(collectives: Sequence[Collective], context: Context) -> 
     """Those of the unused collectives that all ranks of their group leave out."""
     groups: dict[str, list[Collective]] = {}
     for one in collectives:
-        if one.node in context.unused and context.compares(one):
+        if one.node in context.unused and context.compares_all(one.group_key):
             groups.setdefault(one.group_key, []).append(one)
     gone = (found for group, found in groups.items() if not context.refused(group, context.words.of_dropped(found)))
     return frozenset(one.node for found in gone for one in found)

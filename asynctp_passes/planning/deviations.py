@@ -9,11 +9,10 @@
     again     gather 0 is made again in the backward, after its first collective
     save      reduction 2 is made in the forward, and saved for the backward in place of its products
     keep      gather 0 is kept, so that it may be pulled to its place: where it goes by asynctp's own transport
-    plain     all collectives of a group stay torch's
 
 All other rewrites leave what a rank sends as it is, whatever the other ranks do. These do not, so that all ranks of a
-group have to do them, or none (`agreement`). A text names collectives by their place among those of their group. It has
-all that decides the values: operations, constants, dtypes, and the sizes along which something is rearranged or
+group have to do them, or none (`ranks.accord`). A text names collectives by their place among those of their group. It
+has all that decides the values: operations, constants, dtypes, and the sizes along which something is rearranged or
 reduced. It has no names and no other sizes, since one rank may compile for static sizes and another for dynamic ones.
 """
 
@@ -33,37 +32,23 @@ from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
 from asynctp_passes.matching.chains import Bucket, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step
 from asynctp_passes.matching.near_miss import reduces
 
-__all__ = ["LOCAL", "PLAIN", "Words", "communicated", "is_for_any_graph", "of_rematerialized"]
+__all__ = ["LOCAL", "Words", "communicated", "of_rematerialized"]
 
 LOCAL = "?"
 """A text with this in it has a size that only this rank knows, and is comparable to no other rank's."""
 
-PLAIN = "plain: collectives of parameters"
-"""That all collectives of a group stay torch's."""
-
-_KEEP = "keep: "
 _LONGEST = 240
 
 
-def is_for_any_graph(text: str) -> bool:
-    """True for a deviation that any graph with the same collectives can do: to keep a gather, to leave all to torch."""
-    return text == PLAIN or text.startswith(_KEEP)
-
-
-def communicated(collectives: Iterable[Collective], phase: str) -> dict[str, str]:
-    """For each group a hash of what it communicates in a graph: kinds, reductions and dtypes, in their order.
-
-    That of a backward begins with "b": a rank may compile a backward with its forward, and another one only when it
-    runs. That of a graph of both which torch has just divided begins with "p", any other with "f".
-    """
+def communicated(collectives: Iterable[Collective]) -> dict[str, str]:
+    """For each group a hash of what it communicates in a graph: kinds, reductions and dtypes, in their order."""
     told: dict[str, list[str]] = {}
-    begin = {"backward": "b", "partition": "p"}.get(phase, "f")
     for one in collectives:
         sent = sent_kind(one)
         kind = called_name(one.node) if sent == "other" else f"{sent}({one.reduce_op})"
         value = tensor_of(one.input)
         told.setdefault(one.group_key, []).append(f"{kind} {'' if value is None else value.dtype}")
-    return {group: begin + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] for group, lines in told.items()}
+    return {group: hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] for group, lines in told.items()}
 
 
 def of_rematerialized(place: int, before: Sequence[tuple[str, bool]]) -> str:
@@ -109,19 +94,14 @@ class Words:
         return [self._sum(chain)] if chain is not None and chain.joined else []
 
     def of_bucket(self, bucket: Bucket) -> str:
-        """The all-reduces that become one, and between which collectives that is, of all groups: they share ranks.
+        """The all-reduces that become one, and between which collectives of the program that is.
 
-        Buckets between the same two come in an order that one rank's computation decides: it is told, too. So are all
-        other deviations: where one of them is refused, the bucket that was found with it is no more.
+        Buckets between the same two come in an order that one rank's computation decides: it is told, too.
         """
         before, is_late = self.gap(bucket)
         late = f", before all_gather {self._place[bucket.place]} that comes late" if is_late else ""
-        own, earlier = bucket.collective.group_key, ""
-        for one in bucket.earlier:
-            group = one.collective.group_key
-            earlier += f", {self._bucketed(one)}" + ("" if group == own else f" of group {group}")
-        beside = f", with {'; '.join(bucket.beside)}" if bucket.beside else ""
-        return _short(f"bucket: {self._bucketed(bucket)}, after the first {before}{late}{earlier}{beside}")
+        earlier = "".join(f", {self._bucketed(one)}" for one in bucket.earlier)
+        return _short(f"bucket: {self._bucketed(bucket)}, after the first {before}{late}{earlier}")
 
     def gap(self, bucket: Bucket) -> tuple[int, bool]:
         """How many collectives of the program come before a bucket, and whether a late gather follows it at once."""
@@ -149,11 +129,7 @@ class Words:
 
     def of_kept(self, gather: Collective) -> str:
         """The gather whose result this rank keeps, whatever it multiplies."""
-        return f"{_KEEP}all_gather {self._place[gather.node]}"
-
-    def of_plain(self) -> str:
-        """The collectives of a group that stay torch's, as they are of parameters."""
-        return PLAIN
+        return f"keep: all_gather {self._place[gather.node]}"
 
     # --- reductions ---
     def _sum(self, chain: ScatterChain) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,13 +14,14 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import describe, mutates, tensor_of, value_of
+from asynctp_passes.ir.records import Answers
 from asynctp_passes.ir.scales import scales_mismatch
 from asynctp_passes.ir.sizes import Sizes, are_one, express, identical
 from asynctp_passes.ir.traversal import draws
 from asynctp_passes.matching.chains import Candidate, GatherChain
 from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.planning.cost_model import bytes_of, cost_of, hoist_pays
-from asynctp_passes.planning.deviations import Words
+from asynctp_passes.planning.deviations import LOCAL, Words
 from asynctp_passes.reasons import Refusal
 
 __all__ = [
@@ -29,19 +30,14 @@ __all__ = [
     "SMALL_BYTES",
     "Check",
     "Context",
-    "Verdict",
+    "blind_calls",
     "can_be_alone",
-    "compares_calls",
-    "groups_of_parameters",
     "groups_on_wire",
     "is_named_for_data",
     "is_tensor_parallel",
     "on_wire",
     "ranks_alike",
 ]
-
-Verdict = Mapping[tuple[str, str], str | None]
-"""By group and text of a deviation: None where all ranks do it, otherwise why not."""
 
 _PLAIN_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
@@ -74,9 +70,9 @@ class Context:
         unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
         tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`), as far as candidates have told;
             others move parameters and their gradients.
-        left: Groups whose collectives all ranks leave to torch (`Plan.plain`).
         words: What the graph's deviations are called.
-        verdict: What the ranks said to deviations, or None before they were asked, when all is allowed.
+        answers: What the ranks said to deviations, by group. Before they were asked a group is missing, and may do all.
+        blind: The collectives by whose calls no unlike call of a peer would be found (`blind_calls`).
     """
 
     graph: fx.Graph
@@ -85,28 +81,35 @@ class Context:
     segments: dict[fx.Node, int]
     unused: frozenset[fx.Node]
     tensor_parallel: frozenset[str] = frozenset()
-    left: frozenset[str] = frozenset()
     words: Words = field(default_factory=lambda: Words(()))
-    verdict: Verdict | None = None
+    answers: Answers = field(default_factory=dict)
+    blind: Sequence[Collective] = ()
 
-    def refused(self, group: str, text: str, *collectives: Collective) -> str | None:
+    def refused(self, group: str, text: str, *collectives: Collective, until: fx.Node | None = None) -> str | None:
         """Why a deviation may not be done; None for one that all ranks of the group do, or before they were asked.
 
-        collectives: Those of the program that become others.
-        """
-        blind = next((one for one in collectives if not self.compares(one)), None)
-        if blind is not None:
-            told = f"{blind.kind}({blind.reduce_op})" if blind.reduce_op else blind.kind
-            return f"{text}: nothing compares ranks' calls of {told} of {describe(blind.input)} on GPUs"
-        if self.verdict is None:
-            return None
-        return self.verdict.get((group, text), f"{text}: it became possible only when others were refused")
+        Where ranks run unlike graphs, their first calls that are compared have to meet. So what becomes another
+        collective has none of the group's blind calls in its stretch: all graphs have as many before each stretch.
 
-    def compares(self, collective: Collective) -> bool:
-        """Whether an unlike call of a peer would be found: only such a collective may become another one."""
-        if collective.group_key in self.left and on_wire(collective) and collective.reduce_op not in EXTREMES:
-            return False
-        return compares_calls(collective, self.config)
+        Args:
+            group: The group.
+            text: The deviation.
+            collectives: Those of the program that become others.
+            until: A node behind which they come.
+        """
+        if LOCAL in text:
+            return f"it has a size that only this rank knows: {text}"
+        own = [one.start for one in collectives if one.group_key == group] + ([until] if until is not None else [])
+        for one in self.blind:
+            if one.group_key == group and own and min(own) <= one.start <= max(own):
+                told = f"{one.kind}({one.reduce_op})" if one.reduce_op else one.kind
+                return f"{text}: nothing compares ranks' calls of {told} of {describe(one.input)} on GPUs"
+        answer = self.answers.get(group)
+        return None if answer is None else answer.refuses(text)
+
+    def compares_all(self, group: str) -> bool:
+        """Whether an unlike call of a peer would be found at each collective of a group."""
+        return all(one.group_key != group for one in self.blind)
 
 
 Check = Callable[[Candidate, Context], Refusal | None]
@@ -156,14 +159,6 @@ def _goes_by_wire(collective: Collective, config: Config) -> bool:
     return not _is_of_data(collective)
 
 
-def groups_of_parameters(candidates: Sequence[Candidate], config: Config) -> frozenset[str]:
-    """The groups whose collectives only gather or reduce parameters in this graph. Ranks may differ in that."""
-    if config.groups != "auto":
-        return frozenset()
-    data = {one.collective.group_key for one in candidates if one.weights}
-    return frozenset(data - {one.collective.group_key for one in candidates if is_tensor_parallel(one)})
-
-
 def can_be_alone(collective: Collective) -> bool:
     """True for a gather, a sum, or an all-reduce of a maximum, that asynctp's ops without a matmul stand for."""
     value = tensor_of(collective.node)
@@ -177,13 +172,17 @@ def can_be_alone(collective: Collective) -> bool:
     return known and (not reduces or collective.reduce_op in REDUCE_OPS or extreme)
 
 
-def compares_calls(collective: Collective, config: Config) -> bool:
-    """True where an unlike call of a peer would be found. Elsewhere ranks do as the program does.
+def blind_calls(collectives: Iterable[Collective], config: Config) -> list[Collective]:
+    """The collectives by whose calls no unlike call of a peer would be found. They are made as the program does.
 
-    On CPUs ranks meet before they deviate. On GPUs a call's signature travels with it, by asynctp's transport. Torch's
-    own collectives compare nothing, and have what kernels do not take (`asynctp_kernels.cuda.choose.wire`): groups that
-    are left to torch, other dtypes and reductions, large maxima, and what does not fit.
+    On CPUs a check comes before a graph's calls (`ops.run_check`). On GPUs a call's signature travels with it, by
+    asynctp's transport. Torch's own collectives compare nothing, and have what kernels do not take
+    (`asynctp_kernels.cuda.choose.wire`): other groups, dtypes and reductions, large maxima, and what does not fit.
     """
+    return [one for one in collectives if not _is_compared(one, config)]
+
+
+def _is_compared(collective: Collective, config: Config) -> bool:
     if not on_wire(collective) or collective.group_size == 1:
         return True
     if not (_goes_by_wire(collective, config) and can_be_alone(collective)):
@@ -419,10 +418,12 @@ def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
 def ranks_alike(candidate: Candidate, context: Context) -> Refusal | None:
     """Deviations are done on all ranks of the group, or on none; none is done where nothing compares their calls."""
     chain = candidate.chain
-    if chain is None or (context.verdict is None and all(map(context.compares, chain.collectives))):
+    if chain is None:
         return None
     for text in context.words.of_chain(chain):
-        if (facts := context.refused(candidate.collective.group_key, text, *chain.collectives)) is not None:
+        until = chain.follows if isinstance(chain, GatherChain) else None
+        facts = context.refused(candidate.collective.group_key, text, *chain.collectives, until=until)
+        if facts is not None:
             return Refusal(reasons.RANKS_DIFFER, facts)
     return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Set
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -12,7 +12,8 @@ from asynctp_passes import reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
-from asynctp_passes.ir.records import Ballot
+from asynctp_passes.ir.marks import joint_questions
+from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of, segments
 from asynctp_passes.matching.chains import (
     Bucket,
@@ -24,22 +25,24 @@ from asynctp_passes.matching.chains import (
     fused_chains,
 )
 from asynctp_passes.ops.checks import EXTREMES
-from asynctp_passes.planning.bucketing import deviations_beside, find_buckets
+from asynctp_passes.planning.bucketing import deviations_of, find_buckets
 from asynctp_passes.planning.decide import decide_graph, without
 from asynctp_passes.planning.deviations import Words, communicated
-from asynctp_passes.planning.legality import (
-    Context,
-    Verdict,
-    can_be_alone,
-    groups_of_parameters,
-    groups_on_wire,
-    on_wire,
-)
+from asynctp_passes.planning.legality import Context, can_be_alone, groups_on_wire, on_wire
 from asynctp_passes.planning.overlap import plan_overlap
-from asynctp_passes.planning.rematerialize import REMATERIALIZED, agreed_jointly
+from asynctp_passes.planning.rematerialize import REMATERIALIZED
 from asynctp_passes.reasons import RESULT_DROPPED, Outcome, Refusal
 
-__all__ = ["Plan", "ballots_of", "outcome_of", "planned", "unfused", "untouched", "without_refused"]
+__all__ = [
+    "Plan",
+    "outcome_of",
+    "planned",
+    "questions_of",
+    "unfused",
+    "untouched",
+    "with_accords",
+    "without_refused",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +52,11 @@ class Plan:
     decisions: list[Decision]
     context: Context
     buckets: list[Bucket]
-    followed: frozenset[fx.Node] = frozenset()
-    followed_plain: frozenset[str] = frozenset()
+    accords: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def accord(self, group: str) -> int:
+        """The number that every call of the graph in a group carries: what its ranks have agreed on; 0 for nothing."""
+        return self.accords.get(group, 0)
 
     @functools.cached_property
     def candidates(self) -> list[Candidate]:
@@ -58,44 +64,32 @@ class Plan:
         return [one.candidate for one in self.decisions]
 
     @functools.cached_property
-    def keys(self) -> dict[str, str]:
-        """For each group what it communicates (`communicated`)."""
-        return communicated((one.collective for one in self.candidates), phase_of(self.context.graph))
-
-    @functools.cached_property
     def wire(self) -> frozenset[str]:
         """The groups whose collectives all go by asynctp's own transport."""
-        return self._own_transport - self.plain
-
-    @functools.cached_property
-    def plain(self) -> frozenset[str]:
-        """The groups that could use asynctp's transport, and whose collectives all ranks leave to torch."""
-        found = groups_of_parameters(self.candidates, self.context.config) | self.followed_plain
-        text = self.context.words.of_plain()
-        return frozenset(group for group in found & self.movable if self.context.refused(group, text) is None)
-
-    @functools.cached_property
-    def movable(self) -> frozenset[str]:
-        """The groups that could use asynctp's transport, and have a gather or sum for which it has an op."""
-        collectives = (one.collective for one in self.candidates if one.collective.reduce_op not in EXTREMES)
-        return self._own_transport & {one.group_key for one in collectives if on_wire(one) and can_be_alone(one)}
-
-    def is_own(self, collective: Collective) -> bool:
-        """True for one that goes by asynctp's own transport, on devices that have it.
-
-        Maxima do so too in a group that is left to torch, whose collectives are of parameters. They are small, and a
-        bucket of them is no call of its peers that have none.
-        """
-        groups = self._own_transport if collective.reduce_op in EXTREMES else self.wire
-        return collective.group_key in groups
-
-    @functools.cached_property
-    def _own_transport(self) -> frozenset[str]:
         return groups_on_wire(self.candidates, self.context.config)
 
     @functools.cached_property
+    def checked(self) -> dict[str, list[Collective]]:
+        """By group, the collectives before which ranks compare what they run (`ops.run_check`): of those on CPUs.
+
+        On GPUs unlike calls are found in symmetric memory, and the host waits for nobody.
+        """
+        found: dict[str, list[Collective]] = {}
+        for one in (one.collective for one in self.candidates):
+            if one.group_key in self.wire and one.group_size != 1 and not on_wire(one):
+                found.setdefault(one.group_key, []).append(one)
+        return found
+
+    def is_own(self, collective: Collective) -> bool:
+        """True for one that goes by asynctp's own transport, on devices that have it."""
+        return collective.group_key in self.wire
+
+    @functools.cached_property
     def alone(self) -> list[Collective]:
-        """The collectives without a matmul that go by it or are tensors of a list, but for those beside matmuls."""
+        """Collectives that are not fused, bucketed or overlapped, and that become an op of asynctp's.
+
+        Tensors of a list become a collective each, also on devices without that transport: a peer may multiply one.
+        """
         return [
             one.candidate.collective
             for one in self.decisions
@@ -153,33 +147,13 @@ class Plan:
 
     @property
     def kept(self) -> list[Collective]:
-        """The gathers that go by it whose result this rank keeps, of fused chains too, or its peers do (`followed`)."""
+        """Gathers on asynctp's wire whose result all ranks use, beside matmuls or without. All ranks pull them."""
         found = [one.collective for one in self.fused_gathers if one.returned is not None]
-        found += [one.collective for one in self.fused_gathers if one.collective.node in self.followed]
         found += [one for one in self.alone if one.kind == "all_gather"]
         found += [one.candidate.collective for one in self.overlapped]
         found = [one for one in found if one.kind == "all_gather" and on_wire(one)]
         refused = self.context.refused
         return [one for one in found if refused(one.group_key, self.context.words.of_kept(one)) is None]
-
-    @functools.cached_property
-    def meetings(self) -> list[Ballot]:
-        """The deviations before which ranks meet at run time: of groups that have torch's collectives alone.
-
-        Not on GPUs: there unlike calls are found in symmetric memory, and the host waits for nobody.
-        """
-        collectives = [one.collective for one in self.candidates]
-        blind = {one.group_key for one in collectives if not on_wire(one)}
-        joint: dict[str, list[str]] = {}
-        for one in collectives:
-            if (agreed := agreed_jointly(one.node, in_backward=self._is_backward)) is not None:
-                joint.setdefault(one.group_key, []).extend(agreed.deviations)
-        found = [
-            dataclasses.replace(ballot, deviations=(*ballot.deviations, *joint.get(ballot.group, ())))
-            for ballot in ballots_of(self)
-            if ballot.group in blind
-        ]
-        return [ballot for ballot in found if ballot.deviations]
 
     @property
     def dropped(self) -> list[Collective]:
@@ -192,106 +166,95 @@ def outcome_of(decision: Decision) -> Outcome:
     return "FUSED" if decision.refusal is None else decision.refusal.reason.outcome
 
 
-def planned(
-    graph: fx.Graph,
-    config: Config,
-    agreed: Set[tuple[str, str]] = frozenset(),
-    verdict: Verdict | None = None,
-    left: frozenset[str] = frozenset(),
-) -> Plan:
+def planned(graph: fx.Graph, config: Config, answers: Answers | None = None) -> Plan:
     """Plan a graph.
 
     Args:
         graph: The graph.
         config: The configuration.
-        agreed: The deviations, by group and text, on which all ranks have agreed in earlier graphs.
-        verdict: What the ranks said to deviations; None before they were asked, when all are planned.
-        left: Groups that are known to be left to torch, whose collectives nothing compares on GPUs.
+        answers: What the ranks said to deviations; None before they were asked, when all are planned.
     """
-    return _planned(*decide_graph(graph, config, verdict, left), agreed)
+    return _planned(*decide_graph(graph, config, answers))
 
 
-def _planned(found: list[Decision], context: Context, agreed: Set[tuple[str, str]]) -> Plan:
+def _planned(found: list[Decision], context: Context) -> Plan:
     """The plan of these decisions."""
-    graph, left = context.graph, context.left
-    decisions = plan_overlap(graph, found)
-    buckets = find_buckets(decisions, context)
-    told = ((bucket, context.words.of_bucket(bucket)) for bucket in buckets)
-    alike = [bucket for bucket, text in told if context.refused(bucket.collective.group_key, text) is None]
-    plan = _following(Plan(decisions, context, alike), agreed)
-    dropped = {one.group_key for one in plan.dropped if on_wire(one) and one.reduce_op not in EXTREMES}
-    if blind := dropped & (plan.plain - left):
-        return planned(graph, context.config, agreed, context.verdict, left | blind)
-    shown = [
-        before if after.overlaps_with and after.candidate.collective.group_key in plan.plain else after
-        for before, after in zip(found, decisions, strict=True)
-    ]  # what runs beside products goes by asynctp's transport
-    return dataclasses.replace(plan, decisions=shown)
+    decisions = plan_overlap(context.graph, found)
+    buckets = [one for one in find_buckets(decisions, context) if _bucket_refused(one, context) is None]
+    return Plan(decisions, context, buckets)
 
 
-def without_refused(plan: Plan, verdict: Verdict, agreed: Set[tuple[str, str]] = frozenset()) -> Plan:
+def _bucket_refused(bucket: Bucket, context: Context) -> str | None:
+    text = context.words.of_bucket(bucket)
+    return context.refused(bucket.collective.group_key, text, *bucket.members, until=bucket.place)
+
+
+def without_refused(plan: Plan, answers: Answers) -> Plan:
     """The plan without the deviations that a rank does not do; the same plan where all ranks do all of them.
 
     Args:
         plan: The plan that the ranks were asked about.
-        verdict: What they said.
-        agreed: As for `planned`.
+        answers: What they said.
     """
-    accepted = {at for at, reason in verdict.items() if reason is None}
-    if len(accepted) == len(verdict):
+    if not any(answer.refused for answer in answers.values()):
         return plan
-    context, told = plan.context, agreed | accepted
-    again = planned(context.graph, context.config, told, verdict)
-    made, kept = (set(deviations_beside(each.decisions, context.words)) for each in (plan, again))
-    if made & accepted <= kept:
+    context = plan.context
+    again = planned(context.graph, context.config, answers)
+    agreed = {(group, text) for group, answer in answers.items() for text in answer.agreed}
+    made, left = (set(deviations_of(one.decisions, context.words)) & agreed for one in (plan, again))
+    if made <= left:
         return again
     # a chain that took the place of a refused one stands in another's way: that one's peers do it
-    found, first = decide_graph(context.graph, context.config, None, context.left)
-    return _planned(*without(found, dataclasses.replace(first, verdict=verdict)), told)
+    found, first = decide_graph(context.graph, context.config)
+    return _planned(*without(found, dataclasses.replace(first, answers=answers)))
 
 
-def _following(plan: Plan, agreed: Set[tuple[str, str]]) -> Plan:
-    """The plan that does what all ranks have agreed on before, and this one need not: peers may still run that graph.
-
-    Gathers are kept, and the collectives of groups without a fused chain stay torch's.
-    """
-    words, fused = plan.context.words, {chain.collective.group_key for chain in plan.chains}
-    plain = frozenset(group for group in plan.movable - plan.plain - fused if (group, words.of_plain()) in agreed)
-    plan = dataclasses.replace(plan, followed_plain=plain)
-    own = [chain.collective for chain in plan.fused_gathers if chain.returned is None and on_wire(chain.collective)]
-    kept = frozenset(one.node for one in own if (one.group_key, words.of_kept(one)) in agreed)
-    return dataclasses.replace(plan, followed=kept)
-
-
-def ballots_of(plan: Plan) -> list[Ballot]:
-    """For each group that communicates in a graph what changes what its ranks send, or nothing."""
-    words = plan.context.words
+def questions_of(plan: Plan) -> list[Question]:
+    """For each group that communicates in a graph what is asked about it, also where that is nothing."""
+    words, graph = plan.context.words, plan.context.graph
     texts: dict[str, list[str]] = {}
-    for group, text in deviations_beside(plan.decisions, words):
+    keeps: dict[str, list[str]] = {}
+    for group, text in deviations_of(plan.decisions, words):
         texts.setdefault(group, []).append(text)
     for bucket in plan.buckets:
         texts.setdefault(bucket.collective.group_key, []).append(words.of_bucket(bucket))
-    for group in plan.plain:
-        texts.setdefault(group, []).append(words.of_plain())
     for gather in plan.kept:
-        texts.setdefault(gather.group_key, []).append(words.of_kept(gather))
-    return [Ballot(group, key, tuple(texts.get(group, ()))) for group, key in plan.keys.items()]
+        keeps.setdefault(gather.group_key, []).append(words.of_kept(gather))
+    communicates, joint = communicated(one.collective for one in plan.candidates), joint_questions(graph)
+
+    def sorted_texts(told: Mapping[str, list[str]], group: str) -> tuple[str, ...]:
+        return tuple(sorted(told.get(group, ())))
+
+    return [
+        Question(
+            group,
+            phase_of(graph),
+            key,
+            deviations=sorted_texts(texts, group),
+            keeps=sorted_texts(keeps, group),
+            joint=joint.get(group, ()),
+        )
+        for group, key in communicates.items()
+    ]
 
 
-def unfused(graph: fx.Graph, config: Config, verdict: Verdict) -> Plan:
+def with_accords(plan: Plan, answers: Answers) -> Plan:
+    """The plan with what the ranks of each group have agreed on."""
+    return dataclasses.replace(plan, accords={group: answer.accord for group, answer in answers.items()})
+
+
+def unfused(graph: fx.Graph, config: Config, answers: Answers) -> Plan:
     """The plan in which all collectives go by asynctp's transport, and none is fused.
 
     Args:
         graph: The graph.
         config: The configuration.
-        verdict: What the ranks said to what they had agreed on before.
+        answers: What the ranks said to what they were asked.
     """
     collectives = read_collectives(graph)
-    sizes, words = read_sizes(graph, collectives), Words(collectives)
-    context = Context(graph, sizes, config, segments(graph), frozenset(), words=words, verdict=verdict)
-    decisions = [untouched(one, config, "", True) for one in collectives]
-    plain = frozenset(group for (group, text), reason in verdict.items() if text == words.of_plain() and reason is None)
-    return Plan(decisions, context, [], followed_plain=plain)
+    sizes = read_sizes(graph, collectives)
+    context = Context(graph, sizes, config, segments(graph), frozenset(), words=Words(collectives), answers=answers)
+    return Plan([untouched(one, config, "", True) for one in collectives], context, [])
 
 
 def untouched(collective: Collective, config: Config, summary: str, multiplies: bool) -> Decision:

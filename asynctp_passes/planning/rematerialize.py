@@ -24,33 +24,20 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import mutates
-from asynctp_passes.ir.records import Ballot
 from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.rematerializable import repeatable_uses
 
-__all__ = ["AGREED", "LEAST_BYTES", "REMATERIALIZED", "agreed_jointly", "rematerialization_candidates"]
+__all__ = ["LEAST_BYTES", "REMATERIALIZED", "rematerialization_candidates"]
 
 REMATERIALIZED = "asynctp_rematerialized"
 """Key in the `meta` of a gather of a backward that was one of the forward: the bytes gathered, 0 where symbolic."""
-
-AGREED = "asynctp_agreed"
-"""Key in the `meta` of a collective: the ballot on which the ranks agreed to make such a gather again, or to save the
-result of a reduction."""
 
 LEAST_BYTES = 32 << 20
 """`"auto"` leaves a gather by which a rank receives fewer: the host takes as long to start it (0.1 ms), and a program
 that moves so little waits for the host. Source: `docs/results/2026-11-22-h200x2/regather.txt`.
 """
-
-
-def agreed_jointly(node: fx.Node, *, in_backward: bool) -> Ballot | None:
-    """The ballot on the graph of forward and backward that decides on a collective of this half of it.
-
-    A gather is made again in the backward. A sum is saved by the forward.
-    """
-    return node.meta.get(AGREED) if in_backward == (REMATERIALIZED in node.meta) else None
 
 
 def rematerialization_candidates(

@@ -17,13 +17,13 @@ from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.crossings import crossings_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import called_name, describe, module_of, plain, source_of, value_of
-from asynctp_passes.ir.records import Ballot
+from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.legality import is_named_for_data
-from asynctp_passes.planning.plan import Plan, ballots_of, outcome_of, untouched
-from asynctp_passes.planning.rematerialize import REMATERIALIZED, agreed_jointly
+from asynctp_passes.planning.plan import Plan, outcome_of, untouched
+from asynctp_passes.planning.rematerialize import REMATERIALIZED
 from asynctp_passes.reasons import NO_MATMUL, OUTSIDE_GRAPH, Outcome
 from asynctp_passes.reporting import internal, torch_notes
 from asynctp_passes.reporting.report import Bucketed, Remark, Report
@@ -50,16 +50,16 @@ _CUT_FOR_DDP = (
 )
 
 
-def report_of(graph: fx.Graph, plan: Plan, config: Config, votes: Mapping[tuple[str, str], str | None]) -> Report:
-    """The report of a plan that has not been done yet, with notes of the deviations that `votes` refuse."""
+def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Question], answers: Answers) -> Report:
+    """The report of a plan that has not been done yet, with notes of what the ranks refused."""
     buckets, phase = tuple(_bucketed(bucket) for bucket in plan.buckets), phase_of(graph)
     remarks = tuple(
         _remark(one, phase, plan.outcome(one), one.candidate.collective.node in plan.accelerated)
         for one in plan.decisions
     )
-    agreed = _agreed_before(plan.decisions, phase)
     why = "since ranks differ" if config.deviate else "as the options ask"
-    ranks_differ = [f"not done, {why}: {reason}" for reason in votes.values() if reason is not None]
+    reasons = (reason for answer in answers.values() for reason in answer.refused.values())
+    ranks_differ = [f"not done, {why}: {reason}" for reason in dict.fromkeys(reasons)]
     return Report(
         graph=compat.compile_name(),
         phase=phase,
@@ -68,7 +68,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, votes: Mapping[tuple[
         config_digest=config.digest(),
         plan_digest=_plan_digest(remarks, buckets),
         buckets=buckets,
-        ballots=(*ballots_of(plan), *agreed),
+        questions=tuple(one.with_answer(answers[one.group]) for one in questions),
         notes=(*torch_notes.notes(graph, phase), *ranks_differ),
         matmuls=sum(map(is_matmul, graph.nodes)),
         crossings=() if phase == "backward" else crossings_of(graph, _unfused(plan.decisions, config)),
@@ -267,13 +267,6 @@ def _with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:
     name = remark.op.removeprefix("asynctp::")
     runs = ops.expected_implementation(name, call, remark.group_size)
     return dataclasses.replace(remark, call=told, implementation=runs)
-
-
-def _agreed_before(decisions: Sequence[Decision], phase: str) -> list[Ballot]:
-    """The ranks' agreements on collectives of this graph from the time when forward and backward were one graph."""
-    nodes = (one.candidate.collective.node for one in decisions)
-    found = (agreed_jointly(node, in_backward=phase == "backward") for node in nodes)
-    return [ballot for ballot in found if ballot is not None]
 
 
 def report_of_failure(graph: fx.Graph, config: Config, phase: str, summary: str) -> Report:

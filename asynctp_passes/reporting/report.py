@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asynctp_passes.ir.records import Ballot, Crossing
+from asynctp_passes.ir.records import Crossing, Question
 from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting.typed_json import read
 
 __all__ = ["SCHEMA", "Bucketed", "Outcome", "Remark", "Report"]
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the JSON that `Report.to_json` writes, its field `schema`; reports without it are of version 1."""
 
 
@@ -144,7 +144,7 @@ class Report:
         from_cache: True when the compiled graph came from Inductor's cache; the remarks are those of the
             compile that filled the cache.
         buckets: Sets of small all-reduces that became one each.
-        ballots: What all ranks of a group do alike, for each group that communicates in the graph.
+        questions: What the ranks of each group that communicates in the graph were asked, and what they do.
         notes: What else should be known: bugs of this torch that the graph meets, and what is left out since a rank
             does not do it.
         internal_errors: Errors of asynctp itself (`ATP901`), because of which the graph stayed as it was.
@@ -160,7 +160,7 @@ class Report:
     plan_digest: str = ""
     from_cache: bool = False
     buckets: tuple[Bucketed, ...] = ()
-    ballots: tuple[Ballot, ...] = ()
+    questions: tuple[Question, ...] = ()
     notes: tuple[str, ...] = ()
     internal_errors: tuple[str, ...] = ()
     matmuls: int = 0
@@ -225,7 +225,7 @@ class Report:
 
 
 # --- reading --------------------------------------------------------------------------------------------------
-_EARLIER = {"moved", "program_digest", "collectives_digest"}
+_EARLIER = {"ballots", "moved", "program_digest", "collectives_digest"}
 """Fields that reports of earlier versions have, which are left out."""
 
 _RENAMED = {"coalesced": "buckets", "regathered_bytes": "rematerialized_bytes"}

@@ -6,27 +6,26 @@ put in front of what needs it first, or of what needs a gather that comes after 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.nodes import has_side_effect, is_number, tensor_of
 from asynctp_passes.ir.order import recorded_place
-from asynctp_passes.ir.records import Ballot
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.rematerializable import CANDIDATE, Halves, Rematerialization
-from asynctp_passes.planning.rematerialize import AGREED, REMATERIALIZED
+from asynctp_passes.planning.rematerialize import REMATERIALIZED
 
 __all__ = ["rematerialize"]
 
 
-def rematerialize(halves: Halves, chosen: Mapping[Rematerialization, Ballot]) -> None:
+def rematerialize(halves: Halves, chosen: Sequence[Rematerialization]) -> None:
     """Edit both graphs.
 
     Args:
         halves: The graphs.
-        chosen: The gathers, each with the ballot on which the ranks agreed to it.
+        chosen: The gathers.
     """
     order = sorted(chosen, key=lambda one: (one.after, recorded_place(one.gather.node), one.gather.node))
     values = sorted(
@@ -44,7 +43,6 @@ def rematerialize(halves: Halves, chosen: Mapping[Rematerialization, Ballot]) ->
         _copy(_needed(one.gather.node, one.copies), spot, env)
         gather = env[one.gather.node]
         gather.meta[REMATERIALIZED] = cost_model.bytes_of(one.gather.node) or 0
-        gather.meta[AGREED] = chosen[one]
     for spot, value, one in values:
         _copy(_needed(value, one.copies), spot, env)
         halves.given[value].replace_all_uses_with(env[value])

@@ -21,9 +21,9 @@ from asynctp_passes.rewriting.cleanup import erase_dropped, erase_unused, replac
 from asynctp_passes.rewriting.emit_alone import emit_alone, emit_left_items
 from asynctp_passes.rewriting.emit_bucket import emit_bucket
 from asynctp_passes.rewriting.emit_gather import emit_gather
-from asynctp_passes.rewriting.emit_meeting import emit_meetings, mark_meetings, placed
 from asynctp_passes.rewriting.emit_on_shard import nodes_after_kept_gather
 from asynctp_passes.rewriting.emit_reduction import emit_reduction
+from asynctp_passes.rewriting.emit_run_check import emit_run_checks, mark_run_checks, placed
 from asynctp_passes.rewriting.ordering import Moves, keep_order, schedule
 from asynctp_passes.rewriting.places import erase_marks, mark_front, place_of
 
@@ -50,7 +50,7 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
         return {}
     state = RewriteState.of(graph, plan)
     moves = Moves(kept_by_all=state.kept)
-    marked = mark_meetings(state)
+    marked = mark_run_checks(state)
     fronts = [mark_front(state, bucket.place) for bucket in plan.buckets]
     emit_left_items(state)
     places = [place_of(state, chain) for chain in plan.chains]
@@ -60,7 +60,7 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     for bucket, front in zip(plan.buckets, fronts, strict=True):
         moves.early.append(emit_bucket(state, bucket, front))
     erase_dropped(graph, plan.dropped)
-    meetings = placed(marked)
+    checks = placed(marked)
     erase_marks(graph)
     for decision in plan.overlapped:
         matmuls = [state.fused.get(node, node) for node in decision.overlaps_with]
@@ -69,7 +69,7 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     ordered = schedule(graph, moves, work, state.segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before
     calls = {chain.collective.node.name: call_of(state.fused[chain.collective.node]) for chain in plan.chains}
-    emit_meetings(graph, meetings)
+    emit_run_checks(state, checks)
     keep_order(graph, ordered)
     graph.lint()
     if plan.chains and plan.context.config.store_scales:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.agreement.vote import Votes, agreed_before, refuse, vote
 from asynctp_passes.config import Config
 from asynctp_passes.errors import AsyncTPError
 from asynctp_passes.ir.collectives import read_collectives
-from asynctp_passes.ir.records import Ballot
+from asynctp_passes.ir.records import Answer, Answers, Question
 from asynctp_passes.planning.deviations import communicated
-from asynctp_passes.planning.plan import Plan, ballots_of, unfused
+from asynctp_passes.planning.plan import Plan, questions_of, unfused, with_accords
+from asynctp_passes.ranks.accord import ask, refuse
 from asynctp_passes.reporting import internal
 from asynctp_passes.reporting.build import report_of_failure
 from asynctp_passes.reporting.report import Report
@@ -23,27 +23,26 @@ from asynctp_passes.reporting.strictness import raise_if_strict
 from asynctp_passes.rewriting import toposort
 from asynctp_passes.rewriting.rewrite import rewrite
 
-__all__ = ["Attempt"]
+__all__ = ["UndoOnError"]
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 
-class Attempt:
+class UndoOnError:
     """Leaves a graph exactly as it was where the body raises. An error that nobody foresaw ends there.
 
     Args:
         graph: The graph.
         config: The configuration.
-        phase: As in reports, or "joint".
+        phase: As in reports, or "joint", or "partition".
         other: Another graph that is left as it was, too.
-        keys: Of a joint graph, a hash of what each group communicates there; found in the graph if None.
-        told: The phase that such keys are of; `phase` if None.
+        keys: Of two halves of a graph, a hash of what each group communicates in both; found in the graph if None.
 
     Attributes:
-        ballots: What was put to the vote of the other ranks; None before.
-        votes: The outcome, once there is one.
+        questions: What the other ranks were asked; None before.
+        answers: Their answers, once there are any.
     """
 
     def __init__(
@@ -54,40 +53,46 @@ class Attempt:
         *,
         other: fx.Graph | None = None,
         keys: Mapping[str, str] | None = None,
-        told: str | None = None,
     ) -> None:
-        self.ballots: list[Ballot] | None = None
-        self.votes: Votes | None = None
-        self._graph, self._config, self._phase = graph, config, phase
-        self._keys, self._told = keys, told or phase
+        self.questions: list[Question] | None = None
+        self.answers: list[Answer] | None = None
+        self._graph, self._config, self._phase, self._keys = graph, config, phase, keys
         self._records = [compat.GraphRecord(one) for one in (graph, other) if one is not None]
         self._error: Exception | None = None
 
-    def vote(self, ballots: list[Ballot]) -> Votes:
+    def ask(self, questions: list[Question]) -> Answers:
         """Ask the other ranks, once."""
-        self.ballots = ballots
-        self.votes = vote(ballots, self._config)
-        return self.votes
+        self.questions = questions
+        self.answers = ask(questions, self._config)
+        return {one.group: answer for one, answer in zip(questions, self.answers, strict=True)}
 
-    def agree(self, keys: Mapping[str, str], wanted: Mapping[tuple[str, str], _T]) -> Iterator[tuple[_T, Ballot]]:
-        """Ask the other ranks, once, about deviations of a graph of forward and backward.
+    def agree(
+        self, keys: Mapping[str, str], wanted: Mapping[tuple[str, str], _T]
+    ) -> tuple[list[_T], dict[str, Question]]:
+        """Ask the other ranks, once, about deviations of a graph of forward and backward, or of its two halves.
 
         Args:
             keys: For each group that communicates in the graph, a hash of that (`communicated`).
             wanted: The deviations, by group and by the text that ranks compare.
 
-        Yields:
-            Those that all ranks of the group do, each with its ballot. The others are logged.
+        Returns:
+            Those that all ranks of the group do; the others are logged. And what was asked, by group, with the answer.
         """
         texts: dict[str, list[str]] = {}
         for group, text in wanted:
             texts.setdefault(group, []).append(text)
-        votes = self.vote([Ballot(group, key, tuple(texts.get(group, ())), joint=True) for group, key in keys.items()])
+        questions = [
+            Question(group, self._phase, key, tuple(sorted(texts.get(group, ())))) for group, key in keys.items()
+        ]
+        answers = self.ask(questions)
+        done: list[_T] = []
         for (group, text), one in wanted.items():
-            if (refused := votes[group, text]) is None:
-                yield one, Ballot(group, keys[group], (text,), joint=True)
+            if (refused := answers[group].refuses(text)) is None:
+                done.append(one)
             else:
                 log.warning("asynctp: %s is left out, since a rank does not do it: %s", text, refused)
+        told = {one.group: one.with_answer(answers[one.group]) for one in questions if one.deviations}
+        return done, told
 
     def __enter__(self) -> None:
         pass
@@ -115,7 +120,7 @@ class Attempt:
         outcome = "The graph is as it was, and runs without asynctp"
         summary = internal.tell(error, doing, outcome, lambda: str(self._graph))
         report = report_of_failure(self._graph, self._config, self._phase, summary)
-        refuse(self.ballots or [], self.votes)
+        refuse(self.questions or [], self.answers)
         plan: Plan | None = None
         with internal.contained("tell the other ranks"):
             plan = self._all_alone()
@@ -130,24 +135,21 @@ class Attempt:
 
     def _all_alone(self) -> Plan | None:
         """The plan in which nothing is fused; the other ranks know what this one does now."""
-        if self._phase == "joint":
-            if self.ballots is None:
-                keys = self._keys
-                if keys is None:
-                    keys = communicated(read_collectives(self._graph), self._told)
-                self.vote([Ballot(group, key, (), joint=True) for group, key in keys.items()])
+        if self._phase in ("joint", "partition"):
+            if self.questions is None:
+                keys = communicated(read_collectives(self._graph)) if self._keys is None else self._keys
+                self.agree(keys, {})
             return None
-        if self.ballots is not None:  # what is accepted any graph can do: `refuse` raises on all else
-            return unfused(self._graph, self._config, self.votes or {})
-        agreed = agreed_before(self._graph, self._config)
-        plan = unfused(self._graph, self._config, dict.fromkeys(agreed))
-        votes = self.vote(ballots_of(plan))
-        return unfused(self._graph, self._config, votes)
+        if self.questions is None:
+            self.ask(questions_of(unfused(self._graph, self._config, {})))
+        asked = zip(self.questions or (), self.answers or (), strict=True)
+        answers = {one.group: answer for one, answer in asked}
+        return with_accords(unfused(self._graph, self._config, answers), answers)
 
 
 def _move_all(graph: fx.Graph, plan: Plan) -> None:
     """Let a graph's collectives go by asynctp's transport, and fuse none: other ranks' calls wait for them there."""
-    if not plan.alone:
+    if not (plan.alone or plan.checked):
         return
     record = compat.GraphRecord(graph)
     try:

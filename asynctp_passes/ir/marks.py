@@ -1,0 +1,30 @@
+"""What is noted in the `meta` of nodes, from the joint graph of a forward and its backward on to the graphs of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from asynctp_passes.ir.order import communications
+from asynctp_passes.ir.records import Question
+
+__all__ = ["joint_questions", "note_joint"]
+
+_JOINT = "asynctp_joint"
+
+
+def note_joint(graph: fx.Graph, asked: Mapping[str, Question]) -> None:
+    """Note, in all that communicates in a graph, what the ranks of each group were asked about it, with the answers."""
+    for node in communications(graph.nodes) if asked else ():
+        before: Mapping[str, tuple[Question, ...]] = node.meta.get(_JOINT, {})
+        node.meta[_JOINT] = {**before, **{group: (*before.get(group, ()), one) for group, one in asked.items()}}
+
+
+def joint_questions(graph: fx.Graph) -> dict[str, tuple[Question, ...]]:
+    """What was noted of a graph, by group."""
+    found: dict[str, dict[Question, None]] = {}
+    for node in communications(graph.nodes):
+        for group, asked in node.meta.get(_JOINT, {}).items():
+            found.setdefault(group, {}).update(dict.fromkeys(asked))
+    return {group: tuple(sorted(asked, key=lambda one: one.phase)) for group, asked in found.items()}

@@ -1,0 +1,187 @@
+"""Ranks on CPUs compare which graph they run: torch's own collectives do not compare calls.
+
+    asynctp::run_check(Tensor beside, int accord, int count, Any group_name) -> Tensor
+
+All ranks of a group do a graph's deviations, or none. Later they may run unlike graphs all the same. Over symmetric
+memory unlike calls are found where they meet, by the accord in their signatures. Torch's own collectives would add up
+or join what does not belong together, without a word. So on CPUs, where there are no others, each compiled graph has
+this op before it communicates in a group.
+
+It costs nothing until all ranks of the group know that they deviate somewhere (`begin`). From then on a rank counts the
+collectives of the program that its graphs make. Before the nth it says with which accord, and waits for what the others
+say of the nth. Ranks share the collectives, so it does not matter how a rank's graphs are cut. It waits in the store of
+the group, as long as a collective would. On GPUs the host is ahead of the collectives, so that it could not tell.
+
+Importing this module registers the op.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asynctp_passes import compat
+from asynctp_passes.errors import DisagreementError
+from asynctp_passes.ops.registration import register
+from asynctp_passes.waiting import looks, ranks_named
+
+__all__ = ["begin", "has_begun", "run_check"]
+
+log = logging.getLogger("asynctp_passes.ops")
+
+WARN_S = 10.0
+"""Seconds of waiting after which a warning says for whom."""
+
+_PAUSES_S = 0.00005, 0.005
+_REMEDY = "Remedy: Config(deviate=False) lets ranks differ; or let all run the same graphs, with the same graph breaks"
+
+_lock = threading.Lock()  # ranks may be threads of one process
+
+
+@dataclass
+class _Runs:
+    """What this rank has run in a group.
+
+    Attributes:
+        count: Collectives of the program that were made by compiled graphs since all ranks know that they deviate.
+        failure: The error that told that ranks are out of step.
+    """
+
+    count: int = 0
+    failure: str = ""
+
+
+_runs: weakref.WeakKeyDictionary[Any, _Runs] = weakref.WeakKeyDictionary()
+"""By process group: of those whose ranks know that they deviate."""
+
+
+def begin(group: Any) -> None:
+    """Compare runs from now on: all ranks of a process group know now that they deviate in a graph."""
+    with _lock:
+        _runs.setdefault(group, _Runs())
+
+
+def has_begun(group: Any) -> bool:
+    """Whether the ranks of a process group compare runs."""
+    return group in _runs
+
+
+def run_check(accord: int, count: int, group_name: str) -> None:
+    """Compare, before a graph communicates in a group, what the ranks run there.
+
+    Returns at once where there are no other ranks to ask, as with the fake backend.
+
+    Args:
+        accord: What all ranks have agreed on for this graph; 0 for nothing.
+        count: How many collectives of the program the graph makes in the group.
+        group_name: The process group.
+
+    Raises:
+        DisagreementError: Another rank runs a graph of another accord, all ranks raise then; a rank has not come within
+            the timeout of the group; or its store failed. Nothing was sent.
+    """
+    peers = compat.peers_of(group_name)
+    if peers is None or (not accord and peers.group not in _runs):
+        return
+    begin(peers.group)
+    own = _runs[peers.group]
+    if own.failure:
+        raise DisagreementError(own.failure)
+    try:
+        if peers.life is None:
+            raise RuntimeError("it does not say which of its groups this is")
+        own.failure = _compare(peers, accord, own.count, count, group_name)
+    except (RuntimeError, OSError) as error:
+        own.failure = (
+            f"asynctp: the store of group {group_name!r} failed, where ranks compare what they run: "
+            f"{' '.join(str(error).split())[:200]}. The process that serves the store may have ended, often that of "
+            "rank 0 or torchrun's. This rank has sent nothing. Remedy: restart all ranks; Config(deviate=False) "
+            "compares nothing"
+        )
+        raise DisagreementError(own.failure) from error
+    if own.failure:
+        raise DisagreementError(own.failure)
+    own.count += count
+
+
+def _compare(peers: compat.Peers, accord: int, start: int, count: int, group_name: str) -> str:
+    """Wait for what the other ranks say of this place; how it differs, or nothing."""
+    at, place = f"asynctp/{peers.life}/runs", range(start, start + count)
+    peers.store.set(f"{at}/{peers.rank}", json.dumps([place.start, place.stop, accord]))
+    limit, left = compat.group_timeout_s(peers.group), [rank for rank in peers.ranks if rank != peers.rank]
+
+    def warn() -> None:
+        log.warning(
+            "asynctp: waits up to %g s (the timeout of group %r) for %s to run %s. %s",
+            *(limit, group_name, ranks_named(left), _told(peers, accord), _REMEDY),
+        )
+
+    for _ in looks(limit, warn, warn_after=WARN_S, pauses=_PAUSES_S):
+        for rank in list(left):
+            first, end, theirs = _said_by(peers, f"{at}/{rank}")
+            if end <= start:
+                continue
+            if first <= start and theirs != accord:
+                return (
+                    f"asynctp: ranks of group {group_name!r} run unlike graphs: rank {peers.rank} runs "
+                    f"{_told(peers, accord)}, and rank {rank} runs {_told(peers, theirs)}. This rank has sent nothing. "
+                    f"{_REMEDY}"
+                )
+            left.remove(rank)  # one that is further on has compared this place
+        if not left:
+            return ""
+    return (
+        f"asynctp: {ranks_named(left)} of group {group_name!r} did not come, within its timeout of {limit:g} s, to "
+        f"what rank {peers.rank} runs: {_told(peers, accord)}. A rank may run the program without a compile. This rank "
+        f"has sent nothing. {_REMEDY}"
+    )
+
+
+def _said_by(peers: compat.Peers, at: str) -> tuple[int, int, int]:
+    """The place that a rank is at, or was last, and its accord."""
+    if not peers.store.check([at]):
+        return 0, 0, 0
+    first, end, accord = json.loads(peers.store.get(at))
+    return first, end, accord
+
+
+def _told(peers: compat.Peers, accord: int) -> str:
+    """The graphs of an accord, in words."""
+    at = f"asynctp/accords/{accord}"
+    if not accord:
+        return "a graph in which nothing is changed of what the program sends"
+    if not peers.store.check([at]):
+        return f"a graph of accord {accord}"
+    return f"what all ranks agreed on, {peers.store.get(at).decode()}"
+
+
+# --- registration -----------------------------------------------------------------------------------------------
+def _real(beside: Tensor, accord: int, count: int, group_name: Any) -> Tensor:
+    run_check(accord, count, compat.group_name_of(group_name))
+    return _fake(beside, accord, count, group_name)
+
+
+def _fake(beside: Tensor, accord: int, count: int, group_name: Any) -> Tensor:
+    return beside.new_empty((1,), dtype=torch.uint8)
+
+
+def _no_gradient(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError("asynctp: a check of what ranks run has no gradient")
+
+
+def _register() -> Any:
+    """Define the op. It lives as long as the returned library does."""
+    library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("run_check(Tensor beside, int accord, int count, Any group_name) -> Tensor")
+    register(library, "run_check", _real, _fake, _no_gradient)
+    return library
+
+
+_LIBRARY = _register()

@@ -1,0 +1,1 @@
+"""What ranks do together while they compile: one question a graph (`accord`), and what becomes of errors (`undo`)."""

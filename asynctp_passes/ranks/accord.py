@@ -1,0 +1,408 @@
+"""One question a graph: do all ranks of a group deviate alike? The answer is an accord, which every call carries.
+
+    rank 0: digest ─▶ store ◀─ digest :rank 1       yes, if every rank has it; no, if one came as far without it
+
+A graph's deviations are what changes order, number or form of the collectives that ranks see (`planning.deviations`).
+All ranks of a group do all of a graph's, or none. Each rank posts a digest of them before it waits for anybody. The
+first rank that knows the outcome writes it down, and it stays. So a rank that compiles a function anew by itself, or
+takes its graph from a cache, has its answer at once.
+
+Nothing else is remembered, since the answer travels: every call of the graph in that group has the accord, a hash of
+what was agreed, in its signature. Whenever ranks come to run unlike graphs, their first calls are unlike, and raise.
+docs/internals/accord.md says what is guaranteed.
+
+Keys in the store of the group, below `asynctp/<life>/<function>/<phase>`:
+
+    forms/<rank>       the distinct forms of the function that a rank has compiled, in order: lists of digests
+    <digest>/has       how many ranks have posted it
+    <digest>/told      what it is a digest of
+    <digest>/outcome   "yes", or "no" and why
+
+and `asynctp/accords/<accord>`, which errors of unlike calls quote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from asynctp_passes import compat, ops, waiting
+from asynctp_passes.config import Config, agree_seconds
+from asynctp_passes.errors import AsyncTPError, DisagreementError
+from asynctp_passes.ir import registry
+from asynctp_passes.ir.records import Answer, Question
+from asynctp_passes.ops import run_check
+from asynctp_passes.reporting.internal import sources_digest
+from asynctp_passes.waiting import ranks_named
+
+__all__ = ["LATE_S", "REFUSES_ALL", "WARN_S", "ask", "has_peers", "refuse"]
+
+log = logging.getLogger(__name__)
+
+WARN_S = 5.0
+"""Seconds of waiting after which a warning says for whom."""
+
+LATE_S = 1.0
+"""Seconds to wait for ranks that have let one wait pass without compiling what was asked: they have other graphs."""
+
+LOOKED_AT = 64
+"""How many other ranks are asked for their forms."""
+
+REFUSES_ALL = "Config(deviate=False)"
+_SUPPRESSED = "torch._dynamo.config.suppress_errors lets a rank go on without the graph, should its compile fail"
+_YES, _NO = "yes", "no "
+_NOT_DECISIVE = ("groups", "strict", "expect")
+_PAUSES_S = 0.002, 0.05
+_ACCORDS = (1 << 31) - 1
+_TOLD = 600
+"""Characters of what an accord is about, in errors."""
+
+
+def ask(questions: Sequence[Question], config: Config, only_looked_at: Sequence[Question] = ()) -> list[Answer]:
+    """Ask the ranks of each group whether all of them do the same, and wait for the answers.
+
+    Without process groups, in groups of one rank and with the fake backend all is agreed, and the accord is 0.
+
+    Args:
+        questions: One for each group that communicates in a graph, also where the graph has no deviations.
+        config: With `deviate=False` this rank refuses all, and says so.
+        only_looked_at: Those of the questions that are not waited for: they are refused if the answer is not known.
+
+    Returns:
+        The answer to each question.
+
+    Raises:
+        DisagreementError: The store failed after this rank had posted a deviation, on which others may count.
+    """
+    boards = [_board(one, config) for one in questions]
+    asked = [one for one in boards if one is not None]
+    awaited = [one for one in asked if one.question not in only_looked_at]
+    try:
+        for board in sorted(asked, key=awaited.__contains__):  # all is said before anything is waited for
+            board.post()
+        _wait(awaited)
+        for board in awaited:
+            board.give_up()
+        for board in asked:
+            board.is_open()
+    except AsyncTPError:
+        raise
+    except (RuntimeError, OSError) as error:
+        _tell_of_store(error, asked)
+    pairs = zip(questions, boards, strict=True)
+    return [_agreed_alone(one) if board is None else board.answer(board in awaited) for one, board in pairs]
+
+
+def has_peers(group: str) -> bool:
+    """Whether there are other ranks to ask in a group."""
+    return compat.peers_of(group) is not None
+
+
+def refuse(questions: Sequence[Question], answers: Sequence[Answer] | None) -> None:
+    """Refuse, after the question, to do what was asked about, since asynctp failed on the graph.
+
+    Args:
+        questions: What was asked.
+        answers: The answers; None where asynctp failed before they were known.
+
+    Raises:
+        DisagreementError: All ranks have agreed on something that this one cannot do, or may have.
+    """
+    asked = [one for one in questions if one.deviations and has_peers(one.group)]
+    if answers is not None:
+        told = dict(zip(questions, answers, strict=True))
+        asked = [one for one in asked if one.with_answer(told[one]).done]
+    if asked:
+        texts = "; ".join(text for one in asked for text in one.deviations)
+        raise DisagreementError(
+            "asynctp: this rank runs the graph as it was, since asynctp failed on it, but all ranks have agreed to "
+            f"{texts}, and would wait for one another forever. Set deviate=False or compile without asynctp"
+        )
+
+
+def _agreed_alone(question: Question) -> Answer:
+    return Answer(frozenset((*question.deviations, *question.keeps)))
+
+
+def _tell_of_store(error: Exception, asked: Sequence[_Board]) -> None:
+    """Refuse everything where the store fails before this rank has posted a deviation."""
+    reason = f"the store of the group failed: {' '.join(str(error).split())[:200]}"
+    told = [text for board in asked for text in board.told]
+    if told:
+        raise DisagreementError(
+            f"asynctp: {reason}. Other ranks may count on this one to {'; '.join(told)}. Restart all ranks, or "
+            "compile without asynctp"
+        ) from error
+    log.warning("asynctp: the ranks could not ask one another what they compile: %s", reason)
+    for board in asked:
+        board.refuse_all(reason)
+
+
+# --- what this rank has said ------------------------------------------------------------------------------------
+@dataclass
+class _Said:
+    """What this rank has posted in one process group.
+
+    Attributes:
+        forms: The forms of a function and phase, each once, by their place in the store.
+        digests: Places of digests.
+        late: Ranks that let a wait pass.
+    """
+
+    forms: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
+    digests: set[str] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)
+
+
+_said: weakref.WeakKeyDictionary[Any, _Said] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # ranks may be threads of one process
+
+
+def _board(question: Question, config: Config) -> _Board | None:
+    """The board of a question; None where there are no other ranks."""
+    peers = compat.peers_of(question.group)
+    if peers is None:
+        return None
+    with _lock:
+        said = _said.setdefault(peers.group, _Said())
+    return _Board(peers, said, question, config)
+
+
+class _Board:
+    """The places of one question in the store of its group.
+
+    Attributes:
+        question: The question.
+        told: The deviations that this rank has posted.
+        items: The texts that are asked about, by the digest that all ranks must have: the deviations together, and each
+            gather that is kept.
+        outcomes: By digest; those that are known.
+    """
+
+    def __init__(self, peers: compat.Peers, said: _Said, question: Question, config: Config) -> None:
+        self.question, self.told = question, list[str]()
+        self._peers, self._store, self._said = peers, peers.store, said
+        function = compat.compiled_function()
+        self.function = f"a graph with {question.communicates}" if function is None else function.base
+        self._at = f"asynctp/{peers.life}/{self.function}/{question.phase}"
+        self._refuses = _refuses(peers, config)
+        asked = [question.deviations, *((text,) for text in question.keeps)] if not self._refuses else [()]
+        provenance = _provenance(config)
+        self._told = {self._digest(texts, provenance): texts for texts in asked}
+        self._form = tuple(self._told)
+        self.items = {digest: texts for digest, texts in self._told.items() if texts}
+        self.outcomes: dict[str, str] = {}
+        self._provenance, self._index, self._passed = provenance, 0, 0.0
+
+    def _digest(self, texts: Sequence[str], provenance: str) -> str:
+        question = self.question
+        told = (question.phase, question.communicates, provenance, self._refuses, *texts)
+        return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+
+    # --- posting ---------------------------------------------------------------------------------------------
+    def post(self) -> None:
+        """Tell the other ranks what this one does."""
+        if self._peers.life is None:
+            raise RuntimeError("it does not say which of its groups this is")
+        for digest, texts in self._told.items():
+            self._tell(digest, texts)
+        with _lock:
+            forms = self._said.forms.setdefault(self._at, [])
+            is_new = self._form not in forms
+            if is_new:
+                forms.append(self._form)
+            self._index = forms.index(self._form)
+            places = {digest: f"{self._at}/{digest}" for digest in self.items}
+            new = [digest for digest, place in places.items() if place not in self._said.digests]
+            self._said.digests.update(places.values())
+        self.told = list(self.question.deviations) if self.items else []
+        if is_new:
+            self._store.set(f"{self._at}/forms/{self._peers.rank}", json.dumps(forms))
+        for digest in new:
+            self._store.add(f"{self._at}/{digest}/has", 1)
+
+    def _tell(self, digest: str, texts: Sequence[str]) -> None:
+        told = {"texts": texts, "with": self._provenance, "communicates": self.question.communicates}
+        self._store.set(f"{self._at}/{digest}/told", json.dumps({**told, "refuses": self._refuses}))
+
+    # --- answers ---------------------------------------------------------------------------------------------
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for other ranks, which may wait meanwhile in a collective of this group."""
+        return min(agree_seconds(), compat.group_timeout_s(self._peers.group) / 4)
+
+    def is_open(self) -> bool:
+        """Look again; whether anything is not known yet."""
+        for digest in self.items:
+            if digest not in self.outcomes and (found := self._outcome(digest)) is not None:
+                self.outcomes[digest] = found
+        return len(self.outcomes) < len(self.items)
+
+    def _outcome(self, digest: str) -> str | None:
+        """The outcome, if there is one by now; this rank writes it down if it is the first to know."""
+        store, place = self._store, f"{self._at}/{digest}"
+        if store.check([f"{place}/outcome"]):
+            return str(store.get(f"{place}/outcome").decode())
+        if store.add(f"{place}/has", 0) >= len(self._peers.ranks):
+            self._said.late.clear()
+            return self._decide(digest, _YES)
+        for rank in self._others():
+            theirs = self._forms_of(rank)
+            if len(theirs) > self._index and not any(digest in form for form in theirs):
+                return self._decide(digest, _NO + self._difference(digest, rank, theirs[self._index][0]))
+        return None
+
+    def _decide(self, digest: str, outcome: str) -> str:
+        """Write an outcome down, unless there is one; what holds."""
+        return str(self._store.compare_set(f"{self._at}/{digest}/outcome", "", outcome).decode())
+
+    def give_up(self) -> None:
+        """Refuse what is not known yet, for want of answers."""
+        for digest in [digest for digest in self.items if digest not in self.outcomes]:
+            missing, text = self.missing(digest), "; ".join(self.items[digest])
+            why = f"{ranks_named(missing)} compiled nothing like it within {self._passed:g} s: {text}"
+            outcome = self.outcomes[digest] = self._decide(digest, _NO + why)
+            if outcome != _YES and not self._said.late.issuperset(missing):
+                log.warning(
+                    "asynctp: %s of group %r compiled no graph of %s like this one within %.0f s (other graph breaks, "
+                    "or none?). What would change what ranks send is left out: %s. Raise ASYNCTP_AGREE_S where a rank "
+                    "is merely slow",
+                    *(ranks_named(missing), self.question.group, self.function, self._passed, text),
+                )
+                self._said.late.update(missing)
+
+    def missing(self, digest: str) -> list[int]:
+        """The ranks that have not posted a digest."""
+        return [rank for rank in self._others() if not any(digest in form for form in self._forms_of(rank))]
+
+    def waits_for_late_ones(self) -> bool:
+        """True where all that is missing are ranks which did not come in time before."""
+        missing = [set(self.missing(digest)) for digest in self.items if digest not in self.outcomes]
+        return bool(missing) and all(ranks and ranks <= self._said.late for ranks in missing)
+
+    def awaited(self) -> str:
+        """The ranks that this one waits for, in words."""
+        digest = next(digest for digest in self.items if digest not in self.outcomes)
+        return f"{ranks_named(self.missing(digest))} to compile {self.function} ({self.question.phase}) alike"
+
+    def looked(self, seconds: float) -> None:
+        """Note how long this rank has waited."""
+        self._passed = seconds
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self._peers.ranks[: LOOKED_AT + 1] if rank != self._peers.rank]
+
+    def _forms_of(self, rank: int) -> list[list[str]]:
+        at = f"{self._at}/forms/{rank}"
+        found: list[list[str]] = json.loads(self._store.get(at)) if self._store.check([at]) else []
+        return found
+
+    def _difference(self, digest: str, rank: int, theirs: str) -> str:
+        """Why a rank that came as far has no such digest: what it has in place of it."""
+        own = "; ".join(self.items[digest])
+        said = f"rank {rank} of the group's {len(self._peers.ranks)} does not: {own}"
+        at = f"{self._at}/{theirs}/told"
+        if not self._store.check([at]):
+            return said
+        told = json.loads(self._store.get(at))
+        if told["refuses"]:
+            return f"{said}; on rank {rank}: {told['refuses']}"
+        if told["communicates"] != self.question.communicates:
+            return f"{said}; it compiled {self.function} with other collectives"
+        if told["texts"] == list(self.items[digest]):
+            return f"{said}, with other versions or options: {_other(told['with'], self._provenance)}"
+        instead = [text for text in told["texts"] if text not in self.items[digest]] if digest == self._form[0] else []
+        return said + (f"; it does: {'; '.join(instead)}" if instead else "")
+
+    # --- the answer ------------------------------------------------------------------------------------------
+    def refuse_all(self, reason: str) -> None:
+        """Refuse everything for this reason."""
+        self.outcomes = dict.fromkeys(self.items, f"{_NO}{reason}")
+
+    def answer(self, is_alike: bool) -> Answer:
+        """What is known now. What is not known is refused.
+
+        is_alike: The other ranks have the answer too, or will before they run anything.
+        """
+        agreed, refused = set[str](), dict[str, str]()
+        for digest, texts in self.items.items():
+            outcome = self.outcomes.get(digest, f"{_NO}it is not known yet")
+            if outcome == _YES:
+                agreed.update(texts)
+            else:
+                refused |= {text: outcome.removeprefix(_NO) for text in texts}
+        if self._refuses:
+            question = self.question
+            refused = {text: f"{self._refuses}: {text}" for text in (*question.deviations, *question.keeps)}
+        accord = self._accord(agreed)
+        if accord and is_alike:
+            run_check.begin(self._peers.group)
+        return Answer(frozenset(agreed), refused, accord)
+
+    def _accord(self, agreed: set[str]) -> int:
+        """The hash of all that the ranks agreed on for this graph; errors of unlike calls quote what that is."""
+        own = self.question.deviations if agreed.issuperset(self.question.deviations) else ()
+        joint = [one for one in self.question.joint if one.done]
+        texts = [*own, *(text for one in joint for text in one.deviations)]
+        if not texts:
+            return 0
+        told = [self._provenance, self.question.phase, self.question.communicates, *own]
+        told += [text for one in joint for text in (one.phase, one.communicates, *one.deviations)]
+        accord = 1 + int(hashlib.sha256("\n".join(told).encode()).hexdigest(), 16) % _ACCORDS
+        with contextlib.suppress(RuntimeError, OSError):
+            told_as = f"{self.function} ({self.question.phase}): {'; '.join(texts)}"
+            self._store.set(f"asynctp/accords/{accord}", told_as[:_TOLD])
+        return accord
+
+
+def _wait(boards: Sequence[_Board]) -> None:
+    """Wait until all is known, or for as long as the most impatient group waits."""
+    limit = min((board.patience for board in boards), default=0.0)
+    is_open = list(boards)
+
+    def warn() -> None:
+        log.warning(
+            "asynctp: waits up to %g s (ASYNCTP_AGREE_S, and a quarter of the group's timeout) for %s; "
+            "Config(deviate=False) waits for nobody",
+            *(limit, is_open[0].awaited()),
+        )
+
+    for passed in waiting.looks(limit, warn, warn_after=WARN_S, pauses=_PAUSES_S):
+        is_open = [board for board in is_open if board.is_open()]
+        for board in is_open:
+            board.looked(passed)
+        if not is_open or (passed >= LATE_S and all(board.waits_for_late_ones() for board in is_open)):
+            break
+
+
+def _refuses(peers: compat.Peers, config: Config) -> str:
+    """Why this rank refuses all deviations in a group; empty if it does not."""
+    if not config.deviate:
+        return REFUSES_ALL
+    if compat.suppresses_errors():
+        return _SUPPRESSED
+    reason = ops.compares_calls(len(peers.ranks))[0] if compat.uses_gpus() else ""
+    return f"nothing compares calls of this group ({reason})" if reason else ""
+
+
+def _provenance(config: Config) -> str:
+    """Versions, registered ops and options: where they differ, equal texts may mean different things."""
+    options = {name: value for name, value in config.decisive().items() if name not in _NOT_DECISIVE}
+    told = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    gpus = f", {ops.compares_calls(0)[1]}" if compat.uses_gpus() else ""
+    return f"asynctp {sources_digest()}, torch {torch.__version__}, ops {registry.digest()}, {told}{gpus}"
+
+
+def _other(theirs: str, own: str) -> str:
+    """The part of a peer's provenance in which this rank's differs."""
+    known, facts = own.split(", "), theirs.split(", ")
+    return ", ".join([fact for fact in facts if fact not in known] or facts)
