@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from torch import fx
 
@@ -51,6 +51,11 @@ class Plan:
     buckets: list[Bucket]
     followed: frozenset[fx.Node] = frozenset()
     followed_plain: frozenset[str] = frozenset()
+    accords: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def accord(self, group: str) -> int:
+        """The number of what a group's ranks agreed that this graph does otherwise than its program; 0: nothing."""
+        return self.accords.get(group, 0)
 
     @functools.cached_property
     def candidates(self) -> list[Candidate]:
