@@ -283,8 +283,8 @@ def describe_tensor(value: torch.Tensor) -> str:
 
 
 def call_of(node: fx.Node) -> dict[str, Any]:
-    """An op's arguments by their schema names, fake tensors for nodes; without its group."""
-    found = {name: value for name, value in arguments(node).items() if name != "group_name"}
+    """An op's arguments by their schema names, fake tensors for nodes; without its group and accord."""
+    found = {name: value for name, value in arguments(node).items() if name not in ("group_name", "accord")}
     return {name: fx.map_arg(value, lambda source: source.meta["val"]) for name, value in found.items()}
 
 

@@ -133,10 +133,10 @@ def backward_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _remember(ctx: Any, call: Call, inputs: tuple[Any, ...]) -> None:
     """Keep which arguments were given, and what the gradients of biases need: each one's number of dimensions."""
-    names = SIGNATURES[call.op].names
+    signature = SIGNATURES[call.op]
     # torch wants gradients for the arguments up to the last that has not its default
-    given = [place for place, value in enumerate(inputs, 1) if value is not None]
-    ctx.names = names[: max(given)]
+    given = [place for place, name in enumerate(signature.names, 1) if name in call.given()]
+    ctx.names = signature.names[: max(given, default=signature.needed)]
     present = [bias for bias in call.biases if bias is not None]
     refuse_lost_gradients(call.biases)
     ctx.bias_ndims = [bias.ndim for bias in present] if len(present) == len(call.biases) else None

@@ -19,30 +19,30 @@ __all__ = ["OPS", "SIGNATURES", "Call", "GatherCall", "ReduceCall", "Signature",
 OPS = {
     "all_gather_matmul": (
         "(Tensor a_shard, Tensor[] bs, Tensor?[] biases, int gather_dim, bool return_a_full, int group_size, "
-        "Any group_name, bool? all_keep=None) -> Tensor[]"
+        "Any group_name, bool? all_keep=None, int accord=0) -> Tensor[]"
     ),
     "all_gather_scaled_matmul": (
         "(Tensor a_shard, Tensor a_scale, Tensor[] bs, Tensor[] b_scales, Tensor?[] biases, int gather_dim, "
         "bool gather_a_scale, ScalarType out_dtype, bool use_fast_accum, bool return_a_full, int group_size, "
-        "Any group_name, Tensor? along_shard=None, bool? all_keep=None) -> Tensor[]"
+        "Any group_name, Tensor? along_shard=None, bool? all_keep=None, int accord=0) -> Tensor[]"
     ),
     "matmul_reduce_scatter": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, int scatter_dim, int group_size, "
-        "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor"
+        "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None, int accord=0) -> Tensor"
     ),
     "scaled_matmul_reduce_scatter": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
         "str reduce_op, int scatter_dim, ScalarType out_dtype, bool use_fast_accum, int group_size, "
-        "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor"
+        "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None, int accord=0) -> Tensor"
     ),
     "matmul_all_reduce": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, Any group_name, "
-        "ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor"
+        "ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None, int accord=0) -> Tensor"
     ),
     "scaled_matmul_all_reduce": (
         "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
         "str reduce_op, ScalarType out_dtype, bool use_fast_accum, Any group_name, ScalarType? sum_dtype=None, "
-        "Tensor? added=None, float[]? factors=None) -> Tensor"
+        "Tensor? added=None, float[]? factors=None, int accord=0) -> Tensor"
     ),
 }
 
@@ -58,6 +58,7 @@ class GatherCall(NamedTuple):
         a_scale, b_scales, gather_a_scale, out_dtype, use_fast_accum: Of the op with scales; else absent.
         along_shard: float32, one number per row of the shard (`[*, M/W, *, 1]`): gathered too, and returned last.
         all_keep: Every rank keeps the gathered A, the same on all ranks; None: as `return_a_full`.
+        accord: What all ranks have agreed that this graph does otherwise than its program, as a number; 0: nothing.
     """
 
     a_shard: Tensor
@@ -72,6 +73,7 @@ class GatherCall(NamedTuple):
     out_dtype: torch.dtype | None = None
     use_fast_accum: bool = False
     all_keep: bool | None = None
+    accord: int = 0
     a_scale: Tensor | None = None
     b_scales: Sequence[Tensor] = ()
     along_shard: Tensor | None = None
@@ -82,7 +84,7 @@ class GatherCall(NamedTuple):
         return self[4:-3]
 
     def given(self) -> set[str]:
-        """The optional arguments that are not None."""
+        """The optional arguments that do not have their defaults."""
         return SIGNATURES[self.op].given(self)
 
     @property
@@ -117,6 +119,7 @@ class ReduceCall(NamedTuple):
         out_dtype: Of the matmuls, with scales; None: that of the As.
         a_scales, b_scales, use_fast_accum: Of the op with scales; else absent.
         sum_dtype: Matmuls, once rounded, are converted to it before anything is added; None: not at all.
+        accord: As of a `GatherCall`.
         added: A term of the sum, after the matmuls.
         factors: A number for each matmul, which multiplies it, and maybe one more for the sum.
     """
@@ -132,6 +135,7 @@ class ReduceCall(NamedTuple):
     out_dtype: torch.dtype | None = None
     use_fast_accum: bool = False
     sum_dtype: torch.dtype | None = None
+    accord: int = 0
     a_scales: Sequence[Tensor] = ()
     b_scales: Sequence[Tensor] = ()
     added: Tensor | None = None
@@ -143,7 +147,7 @@ class ReduceCall(NamedTuple):
         return self[4:-4]
 
     def given(self) -> set[str]:
-        """The optional arguments that are not None."""
+        """The optional arguments that do not have their defaults."""
         return SIGNATURES[self.op].given(self)
 
     @property
@@ -160,7 +164,8 @@ class Signature:
 
     Attributes:
         names: Of all arguments.
-        needed: How many of them have no default. The others are None, unless they are given.
+        needed: How many of them have no default.
+        defaults: Of the others, None or an integer.
     """
 
     def __init__(self, op: str, kind: type[GatherCall] | type[ReduceCall]) -> None:
@@ -168,10 +173,13 @@ class Signature:
         arguments = OPS[op].partition("(")[2].partition(") -> ")[0].split(", ")
         self.names = tuple(argument.split()[-1].partition("=")[0] for argument in arguments)
         self.needed = sum("=" not in argument for argument in arguments)
+        texts = [argument.partition("=")[2] for argument in arguments[self.needed :]]
+        values = [None if text == "None" else int(text) for text in texts]
+        self.defaults: dict[str, int | None] = dict(zip(self.names[self.needed :], values, strict=True))
         absent = [name for name in kind._fields if name not in (*self.names, "op")]
         rest = (op, *(kind._field_defaults[name] for name in absent))
         counts = range(self.needed, len(self.names) + 1)
-        self._rest = {count: (None,) * (len(self.names) - count) + rest for count in counts}
+        self._rest = {count: (*values[count - self.needed :], *rest) for count in counts}
         known = [*self.names, "op", *absent]
         self._fields = itemgetter(*(known.index(name) for name in kind._fields))
 
@@ -187,15 +195,15 @@ class Signature:
         return self.kind(op=self.op, **arguments)
 
     def given(self, call: Call) -> set[str]:
-        """Those that have a default, and are not None in a call."""
-        return {name for name in self.names[self.needed :] if getattr(call, name) is not None}
+        """Those that have a default, and another value in a call."""
+        return {name for name, default in self.defaults.items() if getattr(call, name) is not default}
 
     def in_order(self, values: Mapping[str, Any]) -> list[Any]:
-        """Values of arguments as the schema orders them, up to the last that is there; None for others before it."""
+        """Values of arguments as the schema orders them, up to the last that is there; defaults for those before."""
         count = len(self.names)
         while self.names[count - 1] not in values:
             count -= 1
-        return [values.get(name) for name in self.names[:count]]
+        return [values.get(name, self.defaults.get(name)) for name in self.names[:count]]
 
 
 SIGNATURES: dict[str, Signature] = {

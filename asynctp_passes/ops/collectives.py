@@ -9,7 +9,8 @@ is read. An input that is read after they return is copied first: Inductor, whic
 its memory as soon as they do. On CUDA copy engines move the data, but for few bytes, which one kernel reads
 (`cuda.plans.collectives`): `all_keep`, the same on all ranks, tells that no rank's call only multiplies what it
 gathers, and keeps none of it. Elsewhere, and where the GPUs cannot share memory, these are the functional collectives
-themselves. Importing this module registers them.
+themselves. `accord` is that of the fused ops (`calls.GatherCall`); torch's collectives have none. Importing this module
+registers them.
 
 `asynctp::wait(result, source)` is how a rewritten graph waits. It reads the collective's input too, so that Inductor
 leaves that alone for so long: no copy (`copy=False`). And it gives its result, as an alias, where `wait_tensor` is a
@@ -36,16 +37,20 @@ __all__ = ["OPS", "all_gather", "all_reduce", "reduce_scatter"]
 
 ALL_REDUCE_OPS = (*REDUCE_OPS, *EXTREMES)
 OPS = {
-    "all_gather": "(Tensor shard, int group_size, Any group_name, *, bool copy=True, bool all_keep=True) -> Tensor",
-    "reduce_scatter": "(Tensor whole, str reduce_op, int group_size, Any group_name, *, bool copy=True) -> Tensor",
-    "all_reduce": "(Tensor input, str reduce_op, Any group_name) -> Tensor",
+    "all_gather": (
+        "(Tensor shard, int group_size, Any group_name, *, bool copy=True, bool all_keep=True, int accord=0) -> Tensor"
+    ),
+    "reduce_scatter": (
+        "(Tensor whole, str reduce_op, int group_size, Any group_name, *, bool copy=True, int accord=0) -> Tensor"
+    ),
+    "all_reduce": "(Tensor input, str reduce_op, Any group_name, *, int accord=0) -> Tensor",
     "wait": "(Tensor(a) result, Tensor source) -> Tensor(a)",
 }
 
 
 # --- real implementations ---------------------------------------------------------------------------------------
 def _real_all_gather(
-    shard: Tensor, group_size: int, group_name: Any, copy: bool = True, all_keep: bool = True
+    shard: Tensor, group_size: int, group_name: Any, copy: bool = True, all_keep: bool = True, accord: int = 0
 ) -> Tensor:
     def check() -> None:
         check_group("all_gather", group_size, group_name)
@@ -53,7 +58,7 @@ def _real_all_gather(
     _check_dims("all_gather", shard)
     if (cuda := overlapped(shard)) is not None:
         group = compat.process_group(group_name)
-        found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check, all_keep, copy)
+        found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check, all_keep, copy, accord)
         if found is not None:
             return found
     check()
@@ -65,7 +70,9 @@ def _real_all_gather(
     return full.view(shard.dtype) if fp8 else full
 
 
-def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
+def _real_reduce_scatter(
+    whole: Tensor, reduce_op: str, group_size: int, group_name: Any, copy: bool = True, accord: int = 0
+) -> Tensor:
     def check() -> None:
         check_group("reduce_scatter", group_size, group_name)
         _check_scatter(whole, reduce_op, group_size)
@@ -73,7 +80,7 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
     _check_dims("reduce_scatter", whole)
     if (cuda := overlapped(whole)) is not None:
         group = compat.process_group(group_name)
-        found: Tensor | None = cuda.run_bulk_scatter(whole, reduce_op, group_size, group, check, copy)
+        found: Tensor | None = cuda.run_bulk_scatter(whole, reduce_op, group_size, group, check, copy, accord)
         if found is not None:
             return found
     check()
@@ -85,14 +92,14 @@ def _real_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_n
     return shard
 
 
-def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any) -> Tensor:
+def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any, accord: int = 0) -> Tensor:
     def check() -> None:
         group_and_size(group_name)
         _check_reduction("all_reduce", reduce_op, ALL_REDUCE_OPS)
 
     cuda = overlapped(tensor)
     if (run := getattr(cuda, "run_bulk_all_reduce", None)) is not None:
-        found: Tensor | None = run(tensor, reduce_op, compat.process_group(group_name), check)
+        found: Tensor | None = run(tensor, reduce_op, compat.process_group(group_name), check, accord)
         if found is not None:
             return found
     check()
@@ -135,16 +142,18 @@ def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
 
 # --- fake implementations ---------------------------------------------------------------------------------------
 def _fake_all_gather(
-    shard: Tensor, group_size: int, group_name: Any, copy: bool = True, all_keep: bool = True
+    shard: Tensor, group_size: int, group_name: Any, copy: bool = True, all_keep: bool = True, accord: int = 0
 ) -> Tensor:
     return shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
 
 
-def _fake_reduce_scatter(whole: Tensor, reduce_op: str, group_size: int, group_name: Any, copy: bool = True) -> Tensor:
+def _fake_reduce_scatter(
+    whole: Tensor, reduce_op: str, group_size: int, group_name: Any, copy: bool = True, accord: int = 0
+) -> Tensor:
     return whole.new_empty((whole.shape[0] // group_size, *whole.shape[1:]))
 
 
-def _fake_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any) -> Tensor:
+def _fake_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any, accord: int = 0) -> Tensor:
     return tensor.new_empty(tensor.shape)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from asynctp_passes.rewriting.builder import Builder, RewriteState
 from asynctp_passes.rewriting.cleanup import erase_unused, shared_by
 from asynctp_passes.rewriting.places import mark_items
 
-__all__ = ["IN_FLIGHT", "emit_alone", "emit_left_items", "keep_option", "leave_sms"]
+__all__ = ["IN_FLIGHT", "emit_alone", "emit_left_items", "leave_sms", "options_of"]
 
 _c10d = torch.ops._c10d_functional
 IN_FLIGHT = {
@@ -71,12 +72,12 @@ def _emit(build: Builder, collective: Collective) -> None:
     state, node, value = build.state, collective.node, tensor_of(collective.node)
     torchs = op_name(node).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
     if collective.call is None and torchs and value is not None and compat.is_contiguous(value):
-        leave_sms(collective, state.is_kept(collective))
+        leave_sms(collective, options_of(state, collective, state.is_kept(collective)))
         return
     ours = state.plan.is_own(collective) and on_wire(collective)
-    kept = keep_option(collective, state.is_kept(collective)) if ours else {}
+    options = options_of(state, collective, state.is_kept(collective)) if ours else {}
     op = (IN_FLIGHT if ours else _TORCHS)[collective.kind]
-    done = build.call(_c10d.wait_tensor.default, build.call(op, *_started_with(build, collective), **kept))
+    done = build.call(_c10d.wait_tensor.default, build.call(op, *_started_with(build, collective), **options))
     if collective.is_unused:
         return
     result = _as_it_was(build, collective, done)
@@ -113,24 +114,24 @@ def _as_it_was(build: Builder, collective: Collective, done: fx.Node) -> fx.Node
     return build.permute(build.contiguous(build.permute(done, axes)), back)
 
 
-def leave_sms(collective: Collective, kept_by_all: bool = True) -> None:
+def leave_sms(collective: Collective, options: Mapping[str, Any]) -> None:
     """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it.
 
-    kept_by_all: Of a gather, whether every rank keeps it.
+    options: See `options_of`.
     """
     node, values = collective.node, arguments(collective.node)
     reduction = (collective.reduce_op,) if collective.kind != "all_gather" else ()
     size = (collective.group_size,) if collective.kind != "all_reduce" else ()
     node.target = IN_FLIGHT[collective.kind]
-    node.args, node.kwargs = (
-        (values["input"], *reduction, *size, collective.group),
-        keep_option(collective, kept_by_all),
-    )
+    node.args, node.kwargs = (values["input"], *reduction, *size, collective.group), dict(options)
     node.meta.pop("eager_input_vals", None)  # of torch's op: Inductor would lay out its inputs by them
 
 
-def keep_option(collective: Collective, kept_by_all: bool) -> dict[str, Any]:
-    """The argument of a gather that tells whether every rank keeps it, where it goes by a transport of asynctp's."""
-    if collective.kind != "all_gather" or not ops.on_wire(value_of(collective.source).device.type):
-        return {}
-    return {"all_keep": kept_by_all}
+def options_of(state: RewriteState, collective: Collective, kept_by_all: bool = True) -> dict[str, Any]:
+    """The arguments of asynctp's op for a collective that the program does not have.
+
+    kept_by_all: Of a gather, whether every rank keeps it, which is told where it goes by a transport of asynctp's.
+    """
+    kept = collective.kind == "all_gather" and ops.on_wire(value_of(collective.source).device.type)
+    accord = state.plan.accord(collective.group_key)
+    return {**({"all_keep": kept_by_all} if kept else {}), **({"accord": accord} if accord else {})}

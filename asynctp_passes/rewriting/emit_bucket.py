@@ -20,7 +20,7 @@ from asynctp_passes.matching.chains import Bucket
 from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.rewriting.builder import Builder, RewriteState
 from asynctp_passes.rewriting.cleanup import erase_unused
-from asynctp_passes.rewriting.emit_alone import IN_FLIGHT
+from asynctp_passes.rewriting.emit_alone import IN_FLIGHT, options_of
 
 __all__ = ["emit_bucket"]
 
@@ -45,8 +45,8 @@ def emit_bucket(state: RewriteState, bucket: Bucket, front: fx.Node) -> fx.Node:
     flat = [build.reshape(build.now(node), (length,)) for node, length in zip(bucket.inputs, lengths, strict=True)]
     joined, first = build.call(_aten.cat.default, flat), bucket.collective
     ours = state.plan.is_own(first) and on_wire(first)
-    op = IN_FLIGHT["all_reduce"] if ours else _c10d.all_reduce.default
-    total = build.call(op, joined, first.reduce_op, first.group, computes=_like_first)
+    op, options = (IN_FLIGHT["all_reduce"], options_of(state, first)) if ours else (_c10d.all_reduce.default, {})
+    total = build.call(op, joined, first.reduce_op, first.group, computes=_like_first, **options)
     done = build.call(_c10d.wait_tensor.default, total, computes=_like_first)
     pieces = build.call(_aten.split_with_sizes.default, done, lengths)
     for index, (member, value) in enumerate(zip(bucket.members, values, strict=True)):
@@ -66,6 +66,6 @@ def _waits_again(member: Collective) -> list[fx.Node]:
     return [node for node in views_of(member.waits) if node not in member.waits and op_name(node) == WAIT]
 
 
-def _like_first(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+def _like_first(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """The fake result of a collective that keeps the shape: groups need not exist."""
     return torch.empty_like(tensor)

@@ -20,7 +20,7 @@ from asynctp_passes.layout.placement import GatherPlacement
 from asynctp_passes.matching.chains import GatherChain
 from asynctp_passes.rewriting.builder import Builder
 from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
-from asynctp_passes.rewriting.emit_alone import keep_option
+from asynctp_passes.rewriting.emit_alone import options_of
 from asynctp_passes.rewriting.emit_on_shard import finish_side_gathers, parts_on_shard, start_side_gathers
 from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale, shape_of_scales
 
@@ -87,22 +87,24 @@ def _call_gather(
 ) -> fx.Node:
     """The fused op: it returns a list of one product per matmul, then the gathered tensor if others use it."""
     gather, matmuls = chain.collective, chain.matmuls
-    kept = keep_option(gather, build.state.is_kept(gather))
+    options = options_of(build.state, gather, build.state.is_kept(gather))
     bs, biases = [right_operand(build, matmul) for matmul in matmuls], [row_bias(build, matmul) for matmul in matmuls]
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     ending = (chain.returned is not None, gather.group_size, gather.group)
     if not scaled:
-        return build.call(torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending, **kept)
+        return build.call(
+            torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending, **options
+        )
     scale = _gather_scale(build, chain, shard, gather_dim, parts)
     b_scales = [column_scale(build, one) for one in scaled]
-    options = (chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
+    how = (chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
     passenger = (
         [] if chain.whole_passenger is None else [_passenger_part(build, chain, shard, parts[chain.whole_passenger])]
     )
     return build.call(
         torch.ops.asynctp.all_gather_scaled_matmul.default,
-        *(shard, scale, bs, b_scales, biases, gather_dim, *options, *ending, *passenger),
-        **kept,
+        *(shard, scale, bs, b_scales, biases, gather_dim, *how, *ending, *passenger),
+        **options,
     )
 
 

@@ -16,8 +16,9 @@ from asynctp_passes.ir.sizes import same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import CrossRankReduction, GatherChain, Hoist, Part, SideGather
+from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.rewriting.builder import Builder
-from asynctp_passes.rewriting.emit_alone import leave_sms
+from asynctp_passes.rewriting.emit_alone import IN_FLIGHT, leave_sms, options_of
 
 __all__ = ["finish_side_gathers", "nodes_after_kept_gather", "parts_on_shard", "start_side_gathers"]
 
@@ -45,7 +46,7 @@ def _find_over_ranks(build: Builder, gather: Collective, one: CrossRankReduction
     """The maximum of what the ranks have found, each in its part; it may come late if the fused op can do without."""
     call = partial(build.call, like=one.step.node)
     row = build.contiguous(build.reshape(part, (1, *build.shape(part))))
-    started = call(_c10d.all_gather_into_tensor.default, row, gather.group_size, gather.group)
+    started = _start_gather(build, gather, row, one.step.node)
     first = len(build.made)
     each = call(_c10d.wait_tensor.default, started)
     most = traits_of(one.step.node).reduces is Reduction.MAX
@@ -71,11 +72,15 @@ def start_side_gathers(build: Builder, chain: GatherChain, parts: dict[fx.Node, 
         if hoist is None
         else dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.passenger)
     )
-    gather, start = chain.collective, _c10d.all_gather_into_tensor.default
-    return {
-        root: build.call(start, build.contiguous(parts[root]), gather.group_size, gather.group, like=root)
-        for root in roots
-    }
+    return {root: _start_gather(build, chain.collective, build.contiguous(parts[root]), root) for root in roots}
+
+
+def _start_gather(build: Builder, gather: Collective, part: fx.Node, like: fx.Node) -> fx.Node:
+    """Start to gather small parts along dim 0, by the transport of the gather that they belong to."""
+    ours = build.state.plan.is_own(gather) and on_wire(gather)
+    start = IN_FLIGHT["all_gather"] if ours else _c10d.all_gather_into_tensor.default
+    options = options_of(build.state, gather) if ours else {}
+    return build.call(start, part, gather.group_size, gather.group, like=like, **options)
 
 
 def finish_side_gathers(
@@ -112,7 +117,7 @@ def nodes_after_kept_gather(build: Builder, chain: GatherChain) -> set[fx.Node]:
     """
     gather, first = chain.collective, min(nodes_of(chain.matmuls))
     if is_only_awaited(gather):
-        leave_sms(gather)
+        leave_sms(gather, options_of(build.state, gather))
     late = {*gather.waits, *build.late}
 
     def comes_late(node: fx.Node) -> bool:

@@ -20,6 +20,7 @@ from asynctp_passes.layout.propagation import is_sum
 from asynctp_passes.matching.chains import ScatterChain, Term
 from asynctp_passes.rewriting.builder import Builder
 from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
+from asynctp_passes.rewriting.emit_alone import options_of
 from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale
 
 __all__ = ["emit_reduction"]
@@ -97,15 +98,16 @@ def _call_reduction(
     while optional and optional[-1] is None:
         optional.pop()
     ending += optional
+    options = options_of(build.state, chain.collective)
     scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     if not scaled:
         op = getattr(namespace, f"matmul_{collective}").default
-        return build.call(op, a_parts, b_parts, biases, *how, *ending)
+        return build.call(op, a_parts, b_parts, biases, *how, *ending, **options)
     a_scales = [_left_scale(build, chain, one, shape) for one, shape in zip(scaled, shapes, strict=True)]
     b_scales = [column_scale(build, one) for one in scaled]
     op = getattr(namespace, f"scaled_matmul_{collective}").default
-    options = (scaled[0].out_dtype, scaled[0].use_fast_accum)
-    return build.call(op, a_parts, b_parts, a_scales, b_scales, biases, *how, *options, *ending)
+    how = (*how, scaled[0].out_dtype, scaled[0].use_fast_accum)
+    return build.call(op, a_parts, b_parts, a_scales, b_scales, biases, *how, *ending, **options)
 
 
 def _product_rows(build: Builder, chain: ScatterChain, place: ScatterPlacement, a: fx.Node) -> fx.Node:

@@ -12,6 +12,7 @@ from bisect import bisect
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
@@ -47,15 +48,13 @@ class Moves:
         early: What these are computed from comes in front of them.
         late: Nodes that come just before their first users.
         kept: Gathers that stay for other users, each with its fused op.
-        beside: Collectives that no op takes in, each with the products that it is to run beside.
-        kept_by_all: Gathers that every rank keeps.
+        beside: Collectives that no op takes in, each with the products that it is to run beside, and its `options_of`.
     """
 
     early: list[fx.Node] = field(default_factory=list)
     late: set[fx.Node] = field(default_factory=set)
     kept: list[Kept] = field(default_factory=list)
-    beside: list[tuple[Collective, list[fx.Node]]] = field(default_factory=list)
-    kept_by_all: Container[fx.Node] = ()
+    beside: list[tuple[Collective, list[fx.Node], dict[str, Any]]] = field(default_factory=list)
 
 
 def schedule(
@@ -78,8 +77,9 @@ def schedule(
     planned = _planned_order(communications(graph.nodes), moves.kept)
     _restore_order(graph, segment, moves.early)
     _delay(graph, moves.late, segment)
-    for collective, products in moves.beside:
-        _overlap(collective, products, collective.node in moves.kept_by_all)
+    for collective, products, options in moves.beside:
+        leave_sms(collective, options)
+        _overlap(collective, products)
     used = live(graph)
     flops = {node: cost_model.work_of(node) for node in used if is_matmul(node)}
     flops |= {op: count for op, count in work.items() if op in used}
@@ -87,7 +87,7 @@ def schedule(
     for gather, op in moves.kept:  # on all ranks: a gather may have come late with its op
         if op is not None and gather.node in segment and segment[gather.node] == segment[op]:
             _move_after([gather.node], op)
-    flying = _in_flight([*moves.kept, *((collective, None) for collective, _ in moves.beside)], segment)
+    flying = _in_flight([*moves.kept, *((collective, None) for collective, *_ in moves.beside)], segment)
     _run_beside(flying, flops, segment)
     _wait_with_sources(flying, segment)
     ordered = _order_in_flight(graph, flying, flops)
@@ -306,14 +306,13 @@ def _wait_with_sources(flying: Iterable[Kept], segment: Mapping[fx.Node, int]) -
                 wait.meta.pop("eager_input_vals", None)
 
 
-def _overlap(collective: Collective, products: Sequence[fx.Node], kept_by_all: bool) -> None:
+def _overlap(collective: Collective, products: Sequence[fx.Node]) -> None:
     """Start a collective before the first of some products, and wait for it after the last.
 
     `plan_overlap` has seen to it that neither the products nor what they are fused with depend on it, or it on them,
     and that no communication lies between. Where operands have brought a product to the other side of one, it is passed
     over.
     """
-    leave_sms(collective, kept_by_all)
     earlier = [node for node in products if node < collective.node and not _passes(node, collective.node)]
     if earlier:
         _move_before([collective.node], min(earlier))

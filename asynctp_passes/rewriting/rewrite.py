@@ -18,7 +18,7 @@ from asynctp_passes.planning.materialize_scales import scales_to_store
 from asynctp_passes.planning.plan import Plan
 from asynctp_passes.rewriting.builder import INHERITED, Builder, RewriteState
 from asynctp_passes.rewriting.cleanup import erase_dropped, erase_unused, replaced_nodes, shared_by
-from asynctp_passes.rewriting.emit_alone import emit_alone, emit_left_items
+from asynctp_passes.rewriting.emit_alone import emit_alone, emit_left_items, options_of
 from asynctp_passes.rewriting.emit_bucket import emit_bucket
 from asynctp_passes.rewriting.emit_gather import emit_gather
 from asynctp_passes.rewriting.emit_on_shard import nodes_after_kept_gather
@@ -49,7 +49,7 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     if not communications(graph.nodes):
         return {}
     state = RewriteState.of(graph, plan)
-    moves = Moves(kept_by_all=state.kept)
+    moves = Moves()
     marked = mark_run_checks(state)
     fronts = [mark_front(state, bucket.place) for bucket in plan.buckets]
     emit_left_items(state)
@@ -64,7 +64,8 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     erase_marks(graph)
     for decision in plan.overlapped:
         matmuls = [state.fused.get(node, node) for node in decision.overlaps_with]
-        moves.beside.append((decision.candidate.collective, matmuls))
+        collective = decision.candidate.collective
+        moves.beside.append((collective, matmuls, options_of(state, collective, state.is_kept(collective))))
     work = {state.fused[chain.collective.node]: cost_model.cost_of(chain).work for chain in plan.chains}
     ordered = schedule(graph, moves, work, state.segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before

@@ -20,10 +20,25 @@ from asynctp_passes.ops.calls import OPS, SIGNATURES, GatherCall, ReduceCall
 BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 A, B, ONE = torch.zeros(2, 8, 16, dtype=FP8), torch.zeros(16, 16, dtype=FP8).t(), torch.ones(())
 GATHER = GatherCall(
-    A, [B], [None], "", "all_gather_scaled_matmul", 1, False, WORLD, False, BF16, False, None, ONE, [ONE], None
+    A, [B], [None], "", "all_gather_scaled_matmul", 1, False, WORLD, False, BF16, False, None, 0, ONE, [ONE], None
 )
 SUM = ReduceCall(
-    [A], [B], [None], "", "scaled_matmul_reduce_scatter", "sum", 1, WORLD, BF16, False, None, [ONE], [ONE], None, None
+    [A],
+    [B],
+    [None],
+    "",
+    "scaled_matmul_reduce_scatter",
+    "sum",
+    1,
+    WORLD,
+    BF16,
+    False,
+    None,
+    0,
+    [ONE],
+    [ONE],
+    None,
+    None,
 )
 OTHERS: dict[str, Any] = {
     "a_shard": A.repeat(1, 2, 1), "a_parts": [A.repeat(1, 2, 1)], "bs": [B, B], "b_parts": [B.t()],
@@ -31,7 +46,7 @@ OTHERS: dict[str, Any] = {
     "a_scales": [torch.ones(2, 8, 1)], "along_shard": torch.ones(2, 8, 1), "added": torch.zeros(2, 8, 16, dtype=BF16),
     "factors": [2.0], "op": "another", "gather_dim": -2, "scatter_dim": -2, "group_size": 3, "reduce_op": "avg",
     "return_a_full": True, "gather_a_scale": True, "out_dtype": torch.float16, "use_fast_accum": True,
-    "all_keep": True, "sum_dtype": FP32,
+    "all_keep": True, "sum_dtype": FP32, "accord": 7,
 }  # fmt: skip
 
 

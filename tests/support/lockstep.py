@@ -394,31 +394,31 @@ def _all_gather_scaled_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Ten
 
 def _matmul_reduce_scatter(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     """reduce_scatter((sum_i (a_parts[i] @ b_parts[i] + biases[i]) * factors[i] + added) * factor, scatter_dim)."""
-    _, _, _, reduce_op, scatter_dim, group_size, _, sum_dtype, _, _ = calls[0]
+    _, _, _, reduce_op, scatter_dim, group_size, _, sum_dtype, *_ = calls[0]
     _check_group_size(calls, group_size)
-    total = _reduced([_partial(*call[:3], *call[-3:]) for call in calls], reduce_op)
+    total = _reduced([_partial(*call[:3], *call[-4:-1]) for call in calls], reduce_op)
     return _scattered(total, len(calls), scatter_dim, sum_dtype or calls[0][0][0].dtype)
 
 
 def _scaled_matmul_reduce_scatter(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     """As `_matmul_reduce_scatter` of dequantized operands."""
-    _, _, _, _, _, reduce_op, scatter_dim, out_dtype, _, group_size, _, sum_dtype, _, _ = calls[0]
+    _, _, _, _, _, reduce_op, scatter_dim, out_dtype, _, group_size, _, sum_dtype, *_ = calls[0]
     _check_group_size(calls, group_size)
-    total = _reduced([_scaled_partial(*call[:5], out_dtype, *call[-3:]) for call in calls], reduce_op)
+    total = _reduced([_scaled_partial(*call[:5], out_dtype, *call[-4:-1]) for call in calls], reduce_op)
     return _scattered(total, len(calls), scatter_dim, sum_dtype or out_dtype)
 
 
 def _matmul_all_reduce(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     """all_reduce((sum_i (a_parts[i] @ b_parts[i] + biases[i]) * factors[i] + added) * factor)."""
-    _, _, _, reduce_op, _, sum_dtype, _, _ = calls[0]
-    total = _reduced([_partial(*call[:3], *call[-3:]) for call in calls], reduce_op)
+    _, _, _, reduce_op, _, sum_dtype, *_ = calls[0]
+    total = _reduced([_partial(*call[:3], *call[-4:-1]) for call in calls], reduce_op)
     return [total.to(sum_dtype or call[0][0].dtype, copy=True) for call in calls]
 
 
 def _scaled_matmul_all_reduce(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     """As `_matmul_all_reduce` of dequantized operands."""
-    _, _, _, _, _, reduce_op, out_dtype, _, _, sum_dtype, _, _ = calls[0]
-    total = _reduced([_scaled_partial(*call[:5], out_dtype, *call[-3:]) for call in calls], reduce_op)
+    _, _, _, _, _, reduce_op, out_dtype, _, _, sum_dtype, *_ = calls[0]
+    total = _reduced([_scaled_partial(*call[:5], out_dtype, *call[-4:-1]) for call in calls], reduce_op)
     return [total.to(sum_dtype or out_dtype, copy=True) for call in calls]
 
 

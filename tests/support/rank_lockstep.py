@@ -409,12 +409,12 @@ def _call(node: fx.Node, arguments: Arguments) -> Generator[Sent, Tensor, Any]:
 
 
 def _transport(node: fx.Node, arguments: Arguments) -> str:
-    """Whose a call is. A gather that all ranks keep is pulled, and any other pushed."""
+    """Whose a call is, and of which accord. A gather that all ranks keep is pulled, and any other pushed."""
     if not lockstep.op_name(node.target).startswith("asynctp"):
         return "torch's"
     kept = arguments.get("all_keep")
     kept = arguments.get("return_a_full") if kept is None else kept
-    return "asynctp's kept" if kept else "asynctp's"
+    return ("asynctp's kept" if kept else "asynctp's") + f" {arguments.get('accord', 0)}"
 
 
 def _by(transport: str, call: Generator[Sent, Tensor, Any]) -> Generator[Sent, Tensor, Any]:

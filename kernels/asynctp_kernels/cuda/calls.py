@@ -56,14 +56,14 @@ def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any
     if memory is None:
         made[call.op, "sequential"] += 1
         check(call)
-        return program(call, Mover(group, call.kept))
+        return program(call, Mover(group, call.kept, call.accord))
     key = (
         call.values, memory.skipped, select.requested(), stamps.requested(),
         *keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
-        check_taking_part(partial(check, call), Mover(group, call.kept), a_shard, call.travels)
+        check_taking_part(partial(check, call), Mover(group, call.kept, call.accord), a_shard, call.travels)
         facts = GatherCall.of(call, memory.world)
         choice = _chosen(explain_gather, facts, memory)
         plan = keep(memory, key, in_step(memory, make_plan, "gather", facts, memory, choice))
@@ -72,7 +72,7 @@ def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any
     if plan.uses_memory:
         return in_step(memory, plan.run, a_shard, a_scale, bs, b_scales, biases, along)
     if isinstance(plan, OwnProgram):
-        return program(call, Mover(group, call.kept))
+        return program(call, Mover(group, call.kept, call.accord))
     return plan.run(a_shard, a_scale, bs, b_scales, biases, along)
 
 
@@ -87,7 +87,7 @@ def run_reduce(call: ReduceArguments, check: CheckCall, program: Program) -> Any
     if memory is None:
         made[call.op, "sequential"] += 1
         check(call)
-        return program(call, Mover(group))
+        return program(call, Mover(group, accord=call.accord))
     a_parts, b_parts, a_scales, added = call.a_parts, call.b_parts, call.a_scales, call.added
     whole = call.scatter_dim is None
     if whole:
@@ -108,7 +108,7 @@ def run_reduce(call: ReduceArguments, check: CheckCall, program: Program) -> Any
     if plan.uses_memory:
         sums = in_step(memory, plan.run, *operands)
     elif isinstance(plan, OwnProgram):
-        return program(call, Mover(group))
+        return program(call, Mover(group, accord=call.accord))
     else:
         sums = plan.run(*operands)
     a = call.a_parts[0]

@@ -43,10 +43,11 @@ class Mover:
     Args:
         group: The group.
         kept: Every rank keeps what is gathered.
+        accord: See `Wire`.
     """
 
-    def __init__(self, group: ProcessGroup, kept: bool = False) -> None:
-        self.group, self.world, self.kept = group, group.size(), kept
+    def __init__(self, group: ProcessGroup, kept: bool = False, accord: int = 0) -> None:
+        self.group, self.world, self.kept, self.accord = group, group.size(), kept, accord
 
     def gather(self, shard: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
         """All ranks' shards, and float32 numbers, one after the other: [world, *shape] each."""
@@ -54,12 +55,12 @@ class Mover:
         if memory is None or shard.numel() == 0:
             return None
         flat, row = shard.view(1, -1), None if numbers is None else numbers.reshape(1, -1)
-        call = gather_call(flat, row, self.world, self.kept)
+        call = gather_call(flat, row, self.world, self.kept, self.accord)
         transport = call.wire.transport(select.requested())
         if transport == PLAIN:
             return self._plainly(shard, numbers)
         make: Any = DirectGather if transport == DIRECT else CopiedGather
-        plan = _planned(memory, ("gather", self.kept, *keys_of(flat, row)), lambda: make(call, memory))
+        plan = _planned(memory, ("gather", self.kept, self.accord, *keys_of(flat, row)), lambda: make(call, memory))
         whole, *all_numbers = in_step(memory, plan.run, flat, None, (), (), (), row)
         joined = whole.view(self.world, *shard.shape)
         return joined, None if numbers is None else all_numbers[0].view(self.world, *numbers.shape)
@@ -100,9 +101,9 @@ class Mover:
         seen = given.view(rows, -1)
 
         def make() -> DirectSum | DirectTotal | BulkScatter | None:
-            return _reduction(memory, scatter_call(seen, reduce_op, self.world, kind), direct, pushed)
+            return _reduction(memory, scatter_call(seen, reduce_op, self.world, kind, self.accord), direct, pushed)
 
-        plan = _planned(memory, (kind, reduce_op, *keys_of(seen)), make, check)
+        plan = _planned(memory, (kind, reduce_op, self.accord, *keys_of(seen)), make, check)
         if plan is None:
             return None
         if not isinstance(plan, BulkScatter):
@@ -138,13 +139,19 @@ def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T], c
 
 # --- in flight ------------------------------------------------------------------------------------------------------
 def run_bulk_gather(
-    shard: Tensor, group_size: int, group: ProcessGroup, check: Check, kept: bool = True, copy: bool = False
+    shard: Tensor,
+    group_size: int,
+    group: ProcessGroup,
+    check: Check,
+    kept: bool = True,
+    copy: bool = False,
+    accord: int = 0,
 ) -> Tensor | None:
     """all_gather(shard, dim 0), unwaited: `_c10d_functional.wait_tensor` completes it. None: use NCCL.
 
     kept: every rank of the group keeps what is gathered. copy: the shard may be written to once this has returned, as
-    ordered on the current stream. `check` validates the arguments; it is called once per plan, not once per call, and
-    not before None is given.
+    ordered on the current stream. accord: see `Wire`. `check` validates the arguments; it is called once per plan, not
+    once per call, and not before None is given.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
@@ -154,16 +161,16 @@ def run_bulk_gather(
         return None
     shard = shard.contiguous()
     rows = shard if shard.ndim > 1 else shard.unsqueeze(1)
-    call = gather_call(rows, None, memory.world, kept)
+    call = gather_call(rows, None, memory.world, kept, accord)
     transport = call.wire.transport(select.requested())
     if transport == PLAIN:
         return None
     if copy and transport != DIRECT:  # that one is complete on the current stream
         rows = rows.clone()
-    key = ("bulk gather", memory.skipped, kept, group_size, select.requested(), *keys_of(rows))
+    key = ("bulk gather", memory.skipped, kept, accord, group_size, select.requested(), *keys_of(rows))
     plan: Any = memory.plans.get(key)
     if plan is None:
-        check_taking_part(check, Mover(group, kept), shard, None)
+        check_taking_part(check, Mover(group, kept, accord), shard, None)
         make: Any = DirectGather if transport == DIRECT else BulkGather
         plan = keep(memory, key, in_step(memory, make, call, memory))
     memory.last_implementation = plan.name
@@ -175,11 +182,17 @@ def run_bulk_gather(
 
 
 def run_bulk_scatter(
-    whole: Tensor, reduce_op: str, group_size: int, group: ProcessGroup, check: Check, copy: bool = False
+    whole: Tensor,
+    reduce_op: str,
+    group_size: int,
+    group: ProcessGroup,
+    check: Check,
+    copy: bool = False,
+    accord: int = 0,
 ) -> Tensor | None:
     """reduce_scatter(whole, dim 0), unwaited as above; "sum" or "avg", in fp32. None: use NCCL.
 
-    copy: as above.
+    copy, accord: as above.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
@@ -191,9 +204,9 @@ def run_bulk_scatter(
     rows = whole if whole.ndim > 1 else whole.unsqueeze(1)
 
     def make() -> DirectSum | BulkScatter | None:
-        return _reduction(memory, scatter_call(rows, reduce_op, memory.world), DirectSum, BulkScatter)
+        return _reduction(memory, scatter_call(rows, reduce_op, memory.world, accord=accord), DirectSum, BulkScatter)
 
-    plan = _planned(memory, ("bulk scatter", group_size, reduce_op, *keys_of(rows)), make, check)
+    plan = _planned(memory, ("bulk scatter", group_size, reduce_op, accord, *keys_of(rows)), make, check)
     if plan is None:
         return None
     memory.last_implementation = plan.name
@@ -204,8 +217,12 @@ def run_bulk_scatter(
     return _waited(bulk, bulk.result if whole.ndim > 1 else bulk.result.view(-1))
 
 
-def run_bulk_all_reduce(tensor: Tensor, reduce_op: str, group: ProcessGroup, check: Check) -> Tensor | None:
+def run_bulk_all_reduce(
+    tensor: Tensor, reduce_op: str, group: ProcessGroup, check: Check, accord: int = 0
+) -> Tensor | None:
     """all_reduce(tensor), complete on the current stream; "sum" or "avg", in fp32, "max" or "min". None: use NCCL.
+
+    accord: as above.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
@@ -214,7 +231,7 @@ def run_bulk_all_reduce(tensor: Tensor, reduce_op: str, group: ProcessGroup, che
     if memory is None:
         check()
         return None
-    return Mover(group).all_reduce(tensor.contiguous(), reduce_op, check)
+    return Mover(group, accord=accord).all_reduce(tensor.contiguous(), reduce_op, check)
 
 
 def _waited(bulk: Bulk, result: Tensor) -> Tensor:

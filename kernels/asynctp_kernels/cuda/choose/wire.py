@@ -60,7 +60,7 @@ EXTREME_DTYPES = (
     *SUMMED_DTYPES, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
 _SIGNATURES = 1 << 31
-DIRECT_SIGNATURES = 1 << 16  # `copy_kernels.SIGNATURES`
+DIRECT_SIGNATURES = 1 << 24  # `copy_kernels.SIGNATURES`
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Wire:
         number_bytes: Of the float32 numbers that travel with a shard.
         kept: Of a gather that every rank keeps.
         skipped: Calls of the group that this rank has left out, since they ended with an error.
+        accord: What all ranks have agreed that the call's graph does otherwise than its program; 0: nothing.
     """
 
     kind: str
@@ -86,6 +87,7 @@ class Wire:
     number_bytes: int = 0
     kept: bool = False
     skipped: int = 0
+    accord: int = 0
 
     def transport(self, forced: str | None = None) -> str:
         """How the data travels. `forced`: an implementation that all ranks have asked for."""
@@ -132,7 +134,8 @@ class Wire:
         numbers = f" and {self.number_bytes} bytes of scales" if self.number_bytes else ""
         kept = ", kept by every rank" if self.kept else ""
         skipped = f", after {self.skipped} calls that ended with an error there" if self.skipped else ""
-        return f"{self.kind} ({self.bytes} bytes a rank{kind}{numbers}{kept}{skipped})"
+        accord = f", of accord {self.accord}" if self.accord else ""
+        return f"{self.kind} ({self.bytes} bytes a rank{kind}{numbers}{kept}{skipped}{accord})"
 
     def signature(self, transport: str) -> int:
         """A positive int32: of a direct call below `DIRECT_SIGNATURES`, of a pushed one above."""

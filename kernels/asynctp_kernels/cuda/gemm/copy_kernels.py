@@ -46,7 +46,7 @@ from asynctp_kernels.signals import (
 )
 
 #: of direct calls: a word holds an epoch and one of so many
-SIGNATURES = tl.constexpr(1 << 16)
+SIGNATURES = tl.constexpr(1 << 24)
 #: bits of data that did not come: NaN in every floating-point format of the ops
 POISON = tl.constexpr(-1)
 

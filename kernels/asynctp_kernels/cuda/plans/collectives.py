@@ -183,12 +183,15 @@ def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     return whole
 
 
-def gather_call(shard: Tensor, numbers: Tensor | None, world: int, kept: bool) -> GatherCall:
+def gather_call(shard: Tensor, numbers: Tensor | None, world: int, kept: bool, accord: int = 0) -> GatherCall:
     """A gather of shards like `shard` [m, *, n], and of numbers [1, count], with no matmul."""
-    return GatherCall(shard, None, (), (), (), 0, False, shard.dtype, False, True, world, numbers, kept)
+    return GatherCall(shard, None, (), (), (), 0, False, shard.dtype, False, True, world, numbers, kept, accord)
 
 
-def scatter_call(whole: Tensor, reduce_op: str, world: int, kind: str = "reduce_scatter") -> ScatterCall:
+def scatter_call(
+    whole: Tensor, reduce_op: str, world: int, kind: str = "reduce_scatter", accord: int = 0
+) -> ScatterCall:
     """A scatter of tensors like `whole` [world * m, *, n]: of a matmul whose B only says its width."""
     b = whole.new_empty(0, whole.shape[-1])
-    return ScatterCall((whole,), (b,), (), (), (None,), reduce_op, 0, whole.dtype, False, world, kind)
+    parts = ((whole,), (b,), (), (), (None,))
+    return ScatterCall(*parts, reduce_op, 0, whole.dtype, False, world, kind, accord=accord)

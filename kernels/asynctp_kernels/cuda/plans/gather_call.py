@@ -15,7 +15,7 @@ from asynctp_kernels.cuda.gemm.cublas import Recipe, Scaling, block_recipe
 from asynctp_kernels.layout import ShardLayout, gather_layout
 
 #: optional arguments of the ops that kernels know: one that a plan does not take needs a check in `legality`
-KNOWN = {"along_shard", "all_keep"}
+KNOWN = {"along_shard", "all_keep", "accord"}
 _UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -36,6 +36,7 @@ class GatherArguments(Protocol):
     op: str
     along_shard: Tensor | None
     kept: bool
+    accord: int
     travels: Tensor | None
     values: tuple[Any, ...]
 
@@ -46,8 +47,8 @@ class GatherArguments(Protocol):
 class GatherCall:
     """The arguments that decide a plan; the tensors stand for all tensors of their shapes, strides and dtypes.
 
-    kept: every rank keeps the gathered A, whether it returns it or not. unknown: arguments that the call has, and that
-    no kernel knows.
+    kept: every rank keeps the gathered A, whether it returns it or not. accord: see `Wire`. unknown: arguments that the
+    call has, and that no kernel knows.
     """
 
     a_shard: Tensor
@@ -63,6 +64,7 @@ class GatherCall:
     world: int
     along: Tensor | None = None
     kept: bool = False
+    accord: int = 0
     unknown: tuple[str, ...] = ()
 
     @classmethod
@@ -72,6 +74,7 @@ class GatherCall:
             *(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, call.gather_dim, call.gather_a_scale),
             *(call.matmul_dtype, call.use_fast_accum, call.return_a_full, world, call.along_shard),
             kept=call.kept,
+            accord=call.accord,
             unknown=tuple(sorted(call.given() - KNOWN)),
         )
 
@@ -105,7 +108,7 @@ class GatherCall:
         """The facts of it that all ranks share."""
         own_bytes = self.a_shard.numel() * self.a_shard.itemsize
         numbers = 0 if self.travels is None else 4 * self.travels.numel()
-        return Wire("all_gather", self.world, own_bytes, number_bytes=numbers, kept=self.kept)
+        return Wire("all_gather", self.world, own_bytes, number_bytes=numbers, kept=self.kept, accord=self.accord)
 
     @property
     def scaling(self) -> Scaling | None:

@@ -15,7 +15,7 @@ from asynctp_kernels.cuda.gemm.cublas import Recipe, Scaling, block_recipe
 from asynctp_kernels.layout import ShardLayout, scatter_layout
 
 #: optional arguments of the ops that kernels know: one that a plan does not take needs a check in `legality`
-KNOWN = {"sum_dtype", "added", "factors"}
+KNOWN = {"sum_dtype", "added", "factors", "accord"}
 
 
 class ReduceArguments(Protocol):
@@ -38,6 +38,7 @@ class ReduceArguments(Protocol):
     sum_dtype: torch.dtype | None
     added: Tensor | None
     factors: Sequence[float] | None
+    accord: int
     values: tuple[Any, ...]
 
     def given(self) -> set[str]: ...
@@ -58,7 +59,8 @@ class ScatterCall:
     out_dtype: of the matmuls. unscaled_op: the op's name, as it is without scales. sum_dtype: of the result, and of
     the sums that it comes from; None: the matmuls'. added: a term of that dtype, and of the matmuls' shape. factors:
     what each matmul is multiplied by, once it has that dtype, and maybe one more, for their sum; powers of two, or
-    negatives of such. Empty: nothing is. unknown: arguments that the call has, and that no kernel knows.
+    negatives of such. Empty: nothing is. accord: see `Wire`. unknown: arguments that the call has, and that no
+    kernel knows.
     """
 
     a_parts: Sequence[Tensor]
@@ -75,6 +77,7 @@ class ScatterCall:
     sum_dtype: torch.dtype | None = None
     added: Tensor | None = None
     factors: tuple[float, ...] = ()
+    accord: int = 0
     unknown: tuple[str, ...] = ()
 
     @classmethod
@@ -89,6 +92,7 @@ class ScatterCall:
             *(a_parts, b_parts, a_scales, call.b_scales, call.biases, call.reduce_op, dim),
             *(call.out_dtype or a_parts[0].dtype, call.use_fast_accum, world, op, call.sum_dtype, added),
             factors=nonunit(call.factors),
+            accord=call.accord,
             unknown=tuple(sorted(call.given() - KNOWN)),
         )
 
@@ -104,7 +108,8 @@ class ScatterCall:
             kind, size = "all_reduce", self.rows * self.b_parts[0].shape[1]
         else:
             kind, size = "reduce_scatter", self.layout.rows * self.layout.cols
-        return Wire(kind, self.world, size * self.wire_dtype.itemsize, self.wire_dtype, self.reduce_op)
+        dtype, how = self.wire_dtype, self.reduce_op
+        return Wire(kind, self.world, size * dtype.itemsize, dtype, how, accord=self.accord)
 
     @property
     def parts(self) -> ShardLayout:

@@ -57,7 +57,7 @@ from asynctp_kernels.compat import group_timeout_s
 from asynctp_kernels.cuda.choose.tables import Table
 from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS as MAX_CHUNKS
 from asynctp_kernels.cuda.choose.tiles import MAX_OWN as MAX_OWN
-from asynctp_kernels.cuda.choose.wire import Wire
+from asynctp_kernels.cuda.choose.wire import DIRECT_SIGNATURES, Wire
 from asynctp_kernels.cuda.runtime.enroll import enroll
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.recordings import Recordings, Work
@@ -434,7 +434,8 @@ class GroupMemory:
         every = words.memory.view(torch.int64)[: self.world * DIRECT_PROGRAMS].cpu()  # a copy, which needs no SM
         found = every[::DIRECT_PROGRAMS].tolist()
         epoch = int(self.epoch.item())
-        return {peer: word % (1 << 16) for peer, word in enumerate(found) if word >> 16 > epoch and peer != self.rank}
+        calls = {peer: divmod(word, DIRECT_SIGNATURES) for peer, word in enumerate(found) if peer != self.rank}
+        return {peer: signature for peer, (at, signature) in calls.items() if at > epoch}
 
     @property
     def dummy(self) -> torch.Tensor:
