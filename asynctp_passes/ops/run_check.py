@@ -47,19 +47,18 @@ _lock = threading.Lock()  # ranks may be threads of one process
 
 @dataclass
 class _Runs:
-    """What this rank has run in a group.
+    """What this rank has run in a group since all ranks know that they deviate.
 
     Attributes:
-        count: Collectives of the program that were made by compiled graphs since all ranks know that they deviate.
-        failure: The error that told that ranks are out of step.
+        made: Collectives of the program that compiled graphs made.
+        raised: How often ranks ran unlike graphs: all of them raise, so that all have one number.
     """
 
-    count: int = 0
-    failure: str = ""
+    made: int = 0
+    raised: int = 0
 
 
 _runs: weakref.WeakKeyDictionary[Any, _Runs] = weakref.WeakKeyDictionary()
-"""By process group: of those whose ranks know that they deviate."""
 
 
 def begin(group: Any) -> None:
@@ -84,37 +83,37 @@ def run_check(accord: int, count: int, group_name: str) -> None:
         group_name: The process group.
 
     Raises:
-        DisagreementError: Another rank runs a graph of another accord, all ranks raise then; a rank has not come within
-            the timeout of the group; or its store failed. Nothing was sent.
+        DisagreementError: Another rank runs a graph of another accord, and all ranks raise; a rank has not come within
+            the timeout of the group; or its store failed. Nothing was sent, and the ranks may run alike graphs next.
     """
     peers = compat.peers_of(group_name)
     if peers is None or (not accord and peers.group not in _runs):
         return
     begin(peers.group)
-    own = _runs[peers.group]
-    if own.failure:
-        raise DisagreementError(own.failure)
     try:
         if peers.life is None:
             raise RuntimeError("it does not say which of its groups this is")
-        own.failure = _compare(peers, accord, own.count, count, group_name)
+        _compare(peers, accord, _runs[peers.group], count, group_name)
+    except DisagreementError:
+        raise
     except (RuntimeError, OSError) as error:
-        own.failure = (
+        raise DisagreementError(
             f"asynctp: the store of group {group_name!r} failed, where ranks compare what they run: "
             f"{' '.join(str(error).split())[:200]}. The process that serves the store may have ended, often that of "
             "rank 0 or torchrun's. This rank has sent nothing. Remedy: restart all ranks; Config(deviate=False) "
             "compares nothing"
-        )
-        raise DisagreementError(own.failure) from error
-    if own.failure:
-        raise DisagreementError(own.failure)
-    own.count += count
+        ) from error
+    _runs[peers.group].made += count
 
 
-def _compare(peers: compat.Peers, accord: int, start: int, count: int, group_name: str) -> str:
-    """Wait for what the other ranks say of this place; how it differs, or nothing."""
-    at, place = f"asynctp/{peers.life}/runs", range(start, start + count)
-    peers.store.set(f"{at}/{peers.rank}", json.dumps([place.start, place.stop, accord]))
+def _compare(peers: compat.Peers, accord: int, own: _Runs, count: int, group_name: str) -> None:
+    """Wait until all ranks have said the same of this place.
+
+    Raises:
+        DisagreementError: One has said something else, or nothing.
+    """
+    at, start = f"asynctp/{peers.life}/runs", own.made
+    peers.store.set(f"{at}/{peers.rank}", json.dumps([start, start + count, accord, own.raised]))
     limit, left = compat.group_timeout_s(peers.group), [rank for rank in peers.ranks if rank != peers.rank]
 
     def warn() -> None:
@@ -125,31 +124,32 @@ def _compare(peers: compat.Peers, accord: int, start: int, count: int, group_nam
 
     for _ in looks(limit, warn, warn_after=WARN_S, pauses=_PAUSES_S):
         for rank in list(left):
-            first, end, theirs = _said_by(peers, f"{at}/{rank}")
-            if end <= start:
+            first, end, theirs, raised = _said_by(peers, f"{at}/{rank}")
+            if end <= start or raised < own.raised:
                 continue
-            if first <= start and theirs != accord:
-                return (
+            if raised > own.raised or (first <= start and theirs != accord):
+                own.raised += 1
+                raise DisagreementError(
                     f"asynctp: ranks of group {group_name!r} run unlike graphs: rank {peers.rank} runs "
                     f"{_told(peers, accord)}, and rank {rank} runs {_told(peers, theirs)}. This rank has sent nothing. "
                     f"{_REMEDY}"
                 )
             left.remove(rank)  # one that is further on has compared this place
         if not left:
-            return ""
-    return (
+            return
+    raise DisagreementError(
         f"asynctp: {ranks_named(left)} of group {group_name!r} did not come, within its timeout of {limit:g} s, to "
         f"what rank {peers.rank} runs: {_told(peers, accord)}. A rank may run the program without a compile. This rank "
         f"has sent nothing. {_REMEDY}"
     )
 
 
-def _said_by(peers: compat.Peers, at: str) -> tuple[int, int, int]:
-    """The place that a rank is at, or was last, and its accord."""
+def _said_by(peers: compat.Peers, at: str) -> tuple[int, int, int, int]:
+    """The place that a rank is at, or was last, its accord, and how often it raised before."""
     if not peers.store.check([at]):
-        return 0, 0, 0
-    first, end, accord = json.loads(peers.store.get(at))
-    return first, end, accord
+        return 0, 0, 0, 0
+    first, end, accord, raised = json.loads(peers.store.get(at))
+    return first, end, accord, raised
 
 
 def _told(peers: compat.Peers, accord: int) -> str:

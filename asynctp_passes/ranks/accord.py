@@ -269,7 +269,7 @@ class _Board:
         """Refuse what is not known yet, for want of answers."""
         for digest in [digest for digest in self.items if digest not in self.outcomes]:
             missing, text = self.missing(digest), "; ".join(self.items[digest])
-            why = f"{ranks_named(missing)} compiled nothing like it within {self._passed:g} s: {text}"
+            why = f"{ranks_named(missing)} compiled nothing like it within {self._passed:.1f} s: {text}"
             outcome = self.outcomes[digest] = self._decide(digest, _NO + why)
             if outcome != _YES and not self._said.late.issuperset(missing):
                 log.warning(
