@@ -74,7 +74,7 @@ THE_CALL = "the same call"  # awaited of a rank that does not come to it
 
 
 class Told(NamedTuple):
-    """What ranks tell each other of a call; kept: None of one that is not known."""
+    """A call in the words that ranks tell each other; kept: None of one that is not known."""
 
     text: str
     kept: bool | None = None
