@@ -228,6 +228,9 @@ def test_one_that_has_come_to_this_call_is_in_none_of_another_group(groups: tupl
     assert judged_beside(groups, look(own, (own, 0, 0)), waits, 5 * UNLIKE_S) is None
     assert judged_beside(groups, look(own), replace(waits, awaited=theirs), 5 * UNLIKE_S) is None
     assert judged_beside(groups, look(), waits, 5 * UNLIKE_S) is None
+    watch, other = map(Watch, groups)
+    assert other.judge(waits, 0) is None
+    assert not any(watch.judge(look(own), 1 + step) for step in range(10)), "this rank may have been there since"
     groups[1].captured = True
     assert judged_beside(groups, look(own), waits, 5 * UNLIKE_S) is None
 

@@ -214,6 +214,7 @@ class Watch:
         self._apart: dict[int, tuple[int, int, float]] = {}  # by peer: both calls, and since when they are seen
         self._crossed: dict[tuple[int, int, int, int], float] = {}  # the same of calls of several groups
         self.latest: Look | None = None
+        self._looked = self._since
         _watches.append(weakref.ref(self))
         self._failed: float | None = None
         self._ending: tuple[object, float] = (None, 0.0)  # what is seen while waits are ended, and since when
@@ -224,7 +225,7 @@ class Watch:
         assert memory is not None
         if (error := error_in(memory, look.status)) is not None:
             return error
-        self.latest = look
+        self.latest, self._looked = look, now
         if look.state != self._state:
             self._state, self._since, self._apart = look.state, now, {}
         for peer, own, theirs in self._differing(look):
@@ -269,7 +270,7 @@ class Watch:
             return None
         for peer in (peer for peer, free in sorted(look.free.items()) if not free and peer not in look.ahead):
             for other in _living():
-                found = None if other is self else other.waits_for_this_rank(memory.processes[peer])
+                found = None if other is self else other.waits_for_this_rank(memory.processes[peer], self._since)
                 if found is not None:
                     place = (peer, own, found[0].number, found[1])
                     self._crossed[place] = seen.get(place, now)
@@ -277,12 +278,15 @@ class Watch:
                         return unlike(memory, peer, own, found[1], found[0])
         return None
 
-    def waits_for_this_rank(self, process: Process) -> tuple[GroupMemory, int] | None:
-        """The group's memory, and the call of it that a process has come to, where this rank is in none."""
+    def waits_for_this_rank(self, process: Process, since: float) -> tuple[GroupMemory, int] | None:
+        """The group's memory, and the call of it that a process has come to, where this rank is in none.
+
+        since: When this rank came to where it is; a look from before that tells nothing.
+        """
         memory, look = self._memory(), self.latest
         if memory is None or look is None or look.awaited or look.doing or memory.captured or memory.failure:
             return None
-        if process not in memory.processes:
+        if process not in memory.processes or self._looked <= since:
             return None
         peer = memory.processes.index(process)
         theirs = look.free.get(peer) or memory.peers_ahead().get(peer, 0)
