@@ -19,16 +19,22 @@ class UnlikeCalls(SymmetricMemoryError):
     Attributes:
         rank: this rank. own: its call, in words.
         peer: the other rank. theirs: that rank's call.
+        forms: ranks may have run unlike forms of a compiled function.
     """
 
-    def __init__(self, rank: int, own: str, peer: int, theirs: str) -> None:
-        super().__init__(rank, own, peer, theirs)
-        self.rank, self.own, self.peer, self.theirs = rank, own, peer, theirs
+    def __init__(self, rank: int, own: str, peer: int, theirs: str, forms: bool = False) -> None:
+        super().__init__(rank, own, peer, theirs, forms)
+        self.rank, self.own, self.peer, self.theirs, self.forms = rank, own, peer, theirs, forms
 
     def __str__(self) -> str:
+        alike = "All ranks of a group must make the same collectives, in the same order, of the same sizes and dtypes."
+        remedy = (
+            "Ranks ran unlike forms of a compiled function, or unlike functions. Config(deviate=False) lets ranks mix "
+            f"the forms of a function. {alike}"
+        )
         return (
             f"unlike calls have met: rank {self.rank} makes {self.own}, rank {self.peer} makes {self.theirs}. "
-            "All ranks of a group must make the same collectives, in the same order, of the same sizes and dtypes."
+            f"{remedy if self.forms else alike}"
         )
 
 

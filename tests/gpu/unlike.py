@@ -657,6 +657,12 @@ class Fault:
         return "".join([f"{self.call} / {self.other or 'absent'}", *more])
 
 
+#: calls that a graph makes which does otherwise than its program, and one which does not
+OF_ONE_SIZE = (
+    *("gather fused", "gather direct", "gather whole", "gather bulk", "all keep: gather bulk"),
+    *("scatter fused", "scatter direct", "scatter whole", "scatter bulk"),
+    *("all_reduce decomposed", "all_reduce direct", "all_reduce whole", "maximum direct"),
+)
 FAULTS = [
     *(Fault(call) for call in ("gather fused", "gather kept", "gather direct", "scatter fused", "scatter direct")),
     *(Fault(call) for call in ("gather bulk", "scatter bulk", "gather whole")),
@@ -699,12 +705,19 @@ FAULTS = [
     Fault("maximum direct", "gather direct"),
     Fault("gather fused", "maximum direct"),
     Fault("all_reduce direct", "maximum direct"),
+    *(Fault(call, f"agreed {call}") for call in OF_ONE_SIZE),
+    Fault("agreed gather direct", "otherwise agreed gather direct"),
+    Fault("agreed scatter fused", "otherwise agreed scatter fused"),
+    Fault("gather fused", "agreed gather fused", captured=True),
+    Fault("gather direct", "agreed gather direct", captured=True),
 ]
+ACCORDS = {"otherwise": 8, "agreed": (1 << 31) - 1}  # by a word in the name of a call
 
 
 def made(what: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Make a call on known data: what it gives, and what it should."""
     ops, size, name = torch.ops.asynctp, world(), group.group_name
+    accord = next((number for word, number in ACCORDS.items() if word in what), 0)
     (kind, implementation), kept = what.split()[-2:], "all keep" in what
     rows = UNIT * next((times for word, times in LENGTHS.items() if word in what), 1)
     b = torch.eye(UNIT, dtype=BF16, device=device())
@@ -716,24 +729,24 @@ def made(what: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
             each = torch.arange(1.0, size + 1, device=device()).repeat_interleave(rows)[:, None]
             wanted = each.expand(-1, UNIT).to(BF16)
             if implementation == "bulk":
-                return wait(ops.all_gather(a, size, name, all_keep=kept)), wanted
-            outs = ops.all_gather_matmul(a, [b], [None], 0, implementation == "kept", size, name, kept)
+                return wait(ops.all_gather(a, size, name, all_keep=kept, accord=accord)), wanted
+            outs = ops.all_gather_matmul(a, [b], [None], 0, implementation == "kept", size, name, kept, accord)
             return (torch.cat(outs), wanted.repeat(2, 1)) if implementation == "kept" else (outs[0], wanted)
         if kind == "all_reduce":
             whole = torch.full((rows * size, UNIT), rank() + 1.0, dtype=BF16, device=device())
             wanted = torch.full_like(whole, size * (size + 1) / 2)
-            return ops.matmul_all_reduce([whole], [b], [None], "sum", name), wanted
+            return ops.matmul_all_reduce([whole], [b], [None], "sum", name, accord=accord), wanted
         if kind in ("maximum", "minimum"):
             whole = torch.full((rows, UNIT), rank() + 1.0, dtype=BF16, device=device())
             wanted = torch.full_like(whole, size if kind == "maximum" else 1)
-            return wait(ops.all_reduce(whole, kind[:3], name)), wanted
+            return wait(ops.all_reduce(whole, kind[:3], name, accord=accord)), wanted
         dtype = FP32 if "wide" in what else BF16
         whole = torch.full((rows * size, UNIT), rank() + 1.0, dtype=BF16, device=device())
         wanted = torch.full((rows, UNIT), size * (size + 1) / 2, dtype=dtype, device=device())
         if implementation == "bulk":
-            return wait(ops.reduce_scatter(whole.to(dtype), "sum", size, name)), wanted
+            return wait(ops.reduce_scatter(whole.to(dtype), "sum", size, name, accord=accord)), wanted
         return ops.matmul_reduce_scatter(
-            [whole], [b], [None], "sum", 0, size, name, *([dtype] * ("wide" in what))
+            [whole], [b], [None], "sum", 0, size, name, *([dtype] * ("wide" in what)), accord=accord
         ), wanted
 
 
@@ -804,6 +817,7 @@ def check_fault(
         told = {"gather": "all_gather", "scatter": "reduce_scatter", "all_reduce": "all_reduce",
                 "maximum": "all_reduce", "minimum": "all_reduce"}  # fmt: skip
         kinds = [told[what.split()[-2]] for what in (fault.call, fault.other) if what and not fault.grows]
+        kinds += ["of accord", "deviate=False"] * ("agreed" in fault.other)
         named = " waited " if fault.grows else "unlike calls have met" if fault.other else f"of rank {world() - 1}"
         more = 10 if fault.grows else 5  # the rank that waits for memory takes a peer's word only after a while
         well = well and nan != 0 and seconds < bound + more and all(text in said for text in (*kinds, named))

@@ -23,22 +23,8 @@ GATHER = GatherCall(
     A, [B], [None], "", "all_gather_scaled_matmul", 1, False, WORLD, False, BF16, False, None, 0, ONE, [ONE], None
 )
 SUM = ReduceCall(
-    [A],
-    [B],
-    [None],
-    "",
-    "scaled_matmul_reduce_scatter",
-    "sum",
-    1,
-    WORLD,
-    BF16,
-    False,
-    None,
-    0,
-    [ONE],
-    [ONE],
-    None,
-    None,
+    *([A], [B], [None], "", "scaled_matmul_reduce_scatter", "sum", 1, WORLD, BF16, False, None, 0),
+    *([ONE], [ONE], None, None),
 )
 OTHERS: dict[str, Any] = {
     "a_shard": A.repeat(1, 2, 1), "a_parts": [A.repeat(1, 2, 1)], "bs": [B, B], "b_parts": [B.t()],
@@ -81,6 +67,50 @@ def test_every_argument_is_in_the_key_of_a_plan(call: GatherCall | ReduceCall) -
         for name in set(call._fields) - {"group_name"}:
             run(here, call._replace(**{name: OTHERS[name]}))
             assert asked.keys_asked.pop() != key, name
+
+
+class Stop(Exception):
+    """In place of a plan."""
+
+
+class Stopping(Asked):
+    def get(self, key: Any, default: Any = None) -> Any:
+        super().get(key, default)
+        raise Stop
+
+
+def test_a_call_without_a_matmul_has_its_accord_in_the_key_of_its_plan() -> None:
+    """In flight, or complete when it returns."""
+    rows = torch.zeros(WORLD * 8, 16)
+    with machine(RANK, WORLD) as here:
+        here.memory.plans = asked = Stopping()
+        group, check = here.group, lambda: None
+        calls: list[Any] = [
+            lambda accord: cuda.run_bulk_gather(rows, WORLD, group, check, accord=accord),
+            lambda accord: cuda.run_bulk_scatter(rows, "sum", WORLD, group, check, accord=accord),
+            lambda accord: cuda.run_bulk_all_reduce(rows, "max", group, check, accord=accord),
+            lambda accord: cuda.Mover(group, accord=accord).gather(rows),
+            lambda accord: cuda.Mover(group, accord=accord).scatter(rows.view(WORLD, 8, 16), "sum"),
+            lambda accord: cuda.Mover(group, accord=accord).all_reduce(rows, "sum"),
+        ]
+        for call in calls:
+            for accord in (0, 7, 7):
+                with pytest.raises(Stop):
+                    call(accord)
+            none, seven, again = asked.keys_asked[-3:]
+            assert none != seven == again
+    assert len(set(asked.keys_asked)) == 2 * len(calls)
+
+
+def test_optional_arguments_with_their_defaults_are_not_given() -> None:
+    for op, signature in SIGNATURES.items():
+        assert signature.defaults["accord"] == 0
+        call = signature.call(*signature.names[: signature.needed])
+        assert (call.accord, call.given()) == (0, set())
+        assert signature.call(*signature.names[: signature.needed], *signature.defaults.values()) == call
+        given = signature.named({**dict.fromkeys(signature.names[: signature.needed]), "accord": 7})
+        assert (given.op, given.given()) == (op, {"accord"})
+        assert signature.in_order({"accord": 7})[signature.needed :] == [*[None] * (len(signature.defaults) - 1), 7]
 
 
 @pytest.mark.parametrize("op", OPS)

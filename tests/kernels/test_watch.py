@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,10 +26,12 @@ from asynctp_kernels.cuda.runtime.watch import (
     STEP_S,
     TOLD_S,
     UNLIKE_S,
+    Calls,
     Look,
     Watch,
 )
 from asynctp_kernels.errors import PeerTimeout, SymmetricMemoryError, UnlikeCalls
+from asynctp_kernels.meeting import Process
 from asynctp_kernels.signals import FAILED, UNLIKE
 from cuda_stubs import machine
 
@@ -132,8 +136,33 @@ def test_so_is_a_peer_in_another_direct_call_or_in_none(memory: GroupMemory) -> 
 def test_a_call_of_which_only_a_peer_has_a_plan_is_told_by_it(memory: GroupMemory) -> None:
     own, theirs = memory.signature(GATHER, PUSH), SUM.signature(PUSH)
     assert str(theirs) in judged(memory, look(own, (theirs, 0, 0)), UNLIKE_S).theirs
-    memory.calls._store.set(f"asynctp/calls/{theirs}", SUM.told)
+    Calls(memory.group).add(SUM, PUSH)  # the peer's, in the same store
     assert judged(memory, look(own, (theirs, 0, 0)), UNLIKE_S).theirs == SUM.told
+
+
+def test_a_call_with_an_accord_is_told_with_its_function(memory: GroupMemory) -> None:
+    agreed = replace(GATHER, accord=7)
+    own, theirs = memory.signature(GATHER, PUSH), memory.signature(agreed, PUSH)
+    error = judged(memory, look(own, (theirs, 0, 0)), UNLIKE_S)
+    assert (error.own, error.theirs) == (GATHER.told, agreed.told), "nobody has told of the function"
+    memory.calls._store.set("asynctp/accords/7", "train.py:12 layer (forward): one reduction for reductions 0 and 1.")
+    error = judged(memory, look(own, (theirs, 0, 0)), UNLIKE_S)
+    told = f"{agreed.told} of train.py:12 layer (forward): one reduction for reductions 0 and 1"
+    assert (error.own, error.theirs) == (GATHER.told, told)
+    assert judged(memory, look(theirs, (own, 0, 0)), UNLIKE_S).own == told
+    assert judged(memory, look(theirs), BOUND_S, every=1).op == told, "of an absent rank too"
+
+
+def test_the_remedy_names_the_option_where_ranks_may_run_unlike_forms_of_a_function(memory: GroupMemory) -> None:
+    wires = [GATHER, replace(GATHER, accord=7), replace(GATHER, kept=True), SUM, replace(SUM, accord=8)]
+    calls = [memory.signature(wire, PUSH) for wire in wires]
+    for first, second, forms in ((0, 1, True), (1, 0, True), (0, 2, True), (3, 4, True), (1, 4, True), (0, 3, False)):
+        said = str(judged(memory, look(calls[first], (calls[second], 0, 0)), UNLIKE_S))
+        assert ("Config(deviate=False)" in said) == forms
+        assert said.endswith("in the same order, of the same sizes and dtypes.")
+    assert "deviate" not in str(judged(memory, look(calls[2], (5, 0, 0)), UNLIKE_S)), "nobody knows the other"
+    error = judged(memory, look(calls[0], (calls[1], 0, 0)), UNLIKE_S)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_what_a_kernel_has_recorded_is_found_at_once(memory: GroupMemory) -> None:
@@ -148,6 +177,89 @@ def test_what_a_kernel_has_recorded_is_found_at_once(memory: GroupMemory) -> Non
 
 def test_what_this_thread_has_recorded_is_no_error_of_its_own(memory: GroupMemory) -> None:
     assert judged(memory, look(status=[FAILED, -1, 0]), 10) is None
+
+
+# --- calls of several groups ---------------------------------------------------------------------------------------
+PROCESSES = tuple(Process("boot", "space", 0, 100 + rank, "1") for rank in range(WORLD))
+
+
+@pytest.fixture
+def groups(memory: GroupMemory) -> tuple[GroupMemory, GroupMemory]:
+    """This rank's memory of two groups of the same processes, which the second orders otherwise."""
+    other = replace(memory, of_group=memory.group, rank=WORLD - 1 - RANK, processes=PROCESSES[::-1])
+    memory.processes = PROCESSES
+    return memory, other
+
+
+def judged_beside(
+    groups: tuple[GroupMemory, GroupMemory], seen: Look, beside: Look, seconds: float, every: float = 0.25
+) -> Any:
+    """What is found of the first group when the words of both stay so for some seconds."""
+    (watch, other), found = map(Watch, groups), None
+    for step in range(int(seconds / every) + 1):
+        assert other.judge(beside, step * every) is None
+        found = found or watch.judge(seen, step * every)
+    return found
+
+
+@pytest.mark.parametrize("transport", [PUSH, DIRECT])
+def test_a_peer_that_waits_for_this_rank_in_another_group_is_found(
+    groups: tuple[GroupMemory, GroupMemory], transport: str
+) -> None:
+    """Neither can come to the other's call: this rank's device makes one after the other, and so does the peer's."""
+    own, theirs = groups[0].signature(GATHER, transport), groups[1].signature(replace(SUM, accord=7), PUSH)
+    come = dict.fromkeys((0, 1, 3), 0)
+    seen = look(own) if transport == PUSH else direct(own, {})
+    beside = look(free={**come, 3: theirs}, told=come)
+    assert judged_beside(groups, seen, beside, 2 * UNLIKE_S - 0.25) is None
+    error = judged_beside(groups, seen, beside, 2 * UNLIKE_S)
+    assert isinstance(error, UnlikeCalls)
+    assert (error.rank, error.peer, error.forms) == (RANK, 0, True), "the first of one group is the last of the other"
+    name = groups[0].group_name
+    assert error.own == f"{GATHER.told} in group '{name}'"
+    assert error.theirs == f"{replace(SUM, accord=7).told} in group '{name}'"
+
+
+def test_one_that_has_come_to_this_call_is_in_none_of_another_group(groups: tuple[GroupMemory, GroupMemory]) -> None:
+    """Nor is one that this rank has come to meet there, or that may run in a graph beside it."""
+    own, theirs = groups[0].signature(GATHER, PUSH), groups[1].signature(SUM, PUSH)
+    come = dict.fromkeys((0, 1, 3), 0)
+    waits = look(free={**come, 3: theirs}, told=come)
+    assert judged_beside(groups, look(own, (own, 0, 0)), waits, 5 * UNLIKE_S) is None
+    assert judged_beside(groups, look(own), replace(waits, awaited=theirs), 5 * UNLIKE_S) is None
+    assert judged_beside(groups, look(), waits, 5 * UNLIKE_S) is None
+    watch, other = map(Watch, groups)
+    assert other.judge(waits, 0) is None
+    assert not any(watch.judge(look(own), 1 + step) for step in range(10)), "this rank may have been there since"
+    groups[1].captured = True
+    assert judged_beside(groups, look(own), waits, 5 * UNLIKE_S) is None
+
+
+# --- the end of the process ----------------------------------------------------------------------------------------
+def ends_after(memory: GroupMemory, seen: Look, over: bool, watch: Watch) -> float:
+    """Seconds for which the end of the process waits, where the last look is this and eager calls are over, or not."""
+    watch.latest = seen
+    slept: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    with (
+        mock.patch.object(watch_module, "_watches", [weakref.ref(watch)]),
+        mock.patch.object(watch_module, "_threads", set()),
+        mock.patch.object(watch_module, "_exiting", SimpleNamespace(set=lambda: None)),
+        mock.patch.object(watch_module, "time", clock),
+        mock.patch.object(memory, "is_in_a_call", return_value=not over),
+    ):
+        watch_module._end_watches()
+    return sum(slept)
+
+
+def test_the_end_of_the_process_waits_for_what_is_said_of_a_call_under_way(memory: GroupMemory) -> None:
+    own, watch = memory.signature(GATHER, PUSH), Watch(memory)
+    wanted = pytest.approx(UNLIKE_S + 2 * watch_module.LOOK_S, abs=2 * watch_module.ENDING_S)
+    assert ends_after(memory, look(), True, watch) == 0
+    assert ends_after(memory, look(), False, watch) == wanted
+    assert ends_after(memory, look(own), True, watch) == wanted, "a graph's"
+    memory.fail(RuntimeError("it is known"))
+    assert ends_after(memory, look(own), False, watch) == 0
 
 
 # --- absent ranks ------------------------------------------------------------------------------------------------

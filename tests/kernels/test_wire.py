@@ -30,6 +30,7 @@ from asynctp_kernels.cuda.choose.wire import (
     TRANSPORTS,
     Wire,
 )
+from asynctp_kernels.cuda.gemm.copy_kernels import SIGNATURES
 from asynctp_kernels.cuda.plans import collectives
 from asynctp_kernels.cuda.plans.gather_call import GatherCall
 from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
@@ -201,14 +202,15 @@ def test_the_wire_is_the_same_whatever_a_rank_makes_of_a_collective() -> None:
     assert len(signatures) == 2 * len(wires)
 
 
+ACCORDS = st.integers(0, (1 << 31) - 1)
 SHARED = st.builds(
-    lambda kind, world, size, dtype, op, numbers, kept, skipped: (
-        Wire(kind, world, size, number_bytes=numbers, kept=kept, skipped=skipped)
-        if kind == "all_gather" else Wire(kind, world, size, dtype, op, skipped=skipped)
+    lambda kind, world, size, dtype, op, numbers, kept, skipped, accord: (
+        Wire(kind, world, size, number_bytes=numbers, kept=kept, skipped=skipped, accord=accord)
+        if kind == "all_gather" else Wire(kind, world, size, dtype, op, skipped=skipped, accord=accord)
     ),
     st.sampled_from(KINDS), st.integers(2, 8), st.integers(0, 1 << 33),
     st.sampled_from([BF16, torch.float16, FP32, torch.float64]), st.sampled_from(["sum", "avg", "max", "min"]),
-    st.integers(0, 1 << 20), st.booleans(), st.integers(0, 3),
+    st.integers(0, 1 << 20), st.booleans(), st.integers(0, 3), ACCORDS,
 )  # fmt: skip
 
 
@@ -219,9 +221,29 @@ def test_every_call_has_a_transport_and_a_signature(shared: Wire, forced: str | 
     assert transport == replace(shared).transport(forced)
     assert any(transport in needed for needed in TRANSPORTS.values())
     assert (transport == PULL) <= shared.kept
-    assert replace(shared, number_bytes=0, skipped=0).transport(forced) == transport
+    assert replace(shared, number_bytes=0, skipped=0, accord=0).transport(forced) == transport
     assert 0 < shared.signature(DIRECT) < DIRECT_SIGNATURES <= shared.signature(PUSH) < 1 << 31, "never 0: no call"
     assert shared.signature(PUSH) != replace(shared, bytes=shared.bytes + 1).signature(PUSH)
+
+
+def test_an_accord_is_told_and_in_the_signature() -> None:
+    """0 is none: then nothing changes."""
+    call = Wire("all_gather", 4, 1024, number_bytes=64, kept=True)
+    assert replace(call, accord=0).told == "all_gather (1024 bytes a rank and 64 bytes of scales, kept by every rank)"
+    assert replace(call, accord=7).told.endswith(", kept by every rank, of accord 7)")
+    accords = [0, 1, 7, (1 << 31) - 1, *range(1000, 2000)]
+    for transport in (DIRECT, PUSH, PULL):
+        assert len({replace(call, accord=each).signature(transport) for each in accords}) == len(accords)
+    assert DIRECT_SIGNATURES == SIGNATURES.value == 1 << 24, "the others of a direct call's 63 bits are its epoch's"
+
+
+def test_the_wire_of_every_kind_of_call_has_its_accord() -> None:
+    shard, sums = empty(8, 16), empty(8, 16, dtype=FP32)
+    for call in (collectives.gather_call(shard, None, 4, False, 7), collectives.gather_call(shard, None, 4, True, 7),
+                 *(collectives.scatter_call(sums, how, 4, kind, 7) for how, kind in
+                   (("sum", "reduce_scatter"), ("sum", "all_reduce"), ("max", "all_reduce")))):  # fmt: skip
+        assert call.wire.accord == 7
+        assert replace(call, accord=0).wire == replace(call.wire, accord=0)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -328,6 +328,18 @@ def test_so_it_does_in_every_interleaving(first: Call, second: Call) -> None:
 
 # --- ranks that make unlike calls -------------------------------------------------------------------------------
 OTHER_SIZE = Call("gather", size=1)
+#: equal calls, of a graph that does otherwise than its program and of one that does not
+UNLIKE_FORMS = (
+    *(
+        ((call,), (replace(call, accord=1),))
+        for call in (
+            *(Call("gather"), Call("gather", "decomposed", kept=True), Call("scatter", chunks=2)),
+            *(Call("all_reduce"), Call("gather", "whole")),
+        )
+    ),
+    ((BULK[0], Call("scatter")), (replace(BULK[0], accord=1), Call("scatter", accord=1))),
+    ((Call("gather"), Call("scatter")), (Call("gather"), Call("scatter", accord=1))),
+)
 #: what ranks make after what they have made together
 UNLIKE = (
     ((Call("gather"),), (Call("scatter"),)),
@@ -349,6 +361,7 @@ UNLIKE = (
     ((Call("all_reduce", "decomposed"),), (Call("all_reduce", size=1),)),
     ((Call("gather", keeps=True), Call("all_reduce", "whole")), (Call("all_reduce", "whole"),)),
     ((Call("all_reduce"),), ()),
+    *UNLIKE_FORMS,
 )
 AMONG_LIKE = (
     ((Call("gather"),), (Call("gather", "decomposed"),), (Call("scatter"),)),
@@ -358,6 +371,7 @@ AMONG_LIKE = (
     ((Call("gather"),), (OTHER_SIZE,), (Call("scatter"),)),
     ((BULK[1],), (Call("gather", kept=True),), (Call("gather", keeps=True),)),
     ((Call("gather"),), (Call("gather"),), ()),
+    ((Call("gather"),), (Call("gather", "decomposed"),), (Call("gather", accord=1),)),
 )
 TOGETHER: tuple[tuple[Each, ...], ...] = ((), (Call("gather"),), ((BULK[0], Call("gather", "decomposed")),), (BULK[2],))
 
@@ -433,7 +447,7 @@ def _each(kernel: Kernel, change: Callable[[object], object]) -> Kernel:
     return replace(kernel, programs=tuple(rest), last=first)  # type: ignore[arg-type]
 
 
-READ_AS_RIGHT = (*UNLIKE[1:3], UNLIKE[4], UNLIKE[6])
+READ_AS_RIGHT = (*UNLIKE[1:3], UNLIKE[4], UNLIKE[6], *UNLIKE_FORMS[:4])
 
 
 @pytest.mark.parametrize("alone", READ_AS_RIGHT, ids=said)

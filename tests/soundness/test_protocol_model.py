@@ -26,12 +26,16 @@ State = tuple[
 ]
 
 
+AGREED = 100
+
+
 @dataclass(frozen=True)
 class Protocol:
     """The protocol, and the ways in which a test may break it.
 
     Attributes:
-        calls: of all ranks: signatures, in order; where they are unlike, for each rank.
+        calls: of all ranks: signatures, in order; where they are unlike, for each rank. From `AGREED` on they are those
+            of graphs that do otherwise than their program, of the same sizes as those without that.
         late: a wait may run out.
     """
 
@@ -43,6 +47,7 @@ class Protocol:
     waits_for_all: bool = True  # a call waits for every peer, not only for the next rank
     rank_order: bool = False  # waits come in rank order (scatter), not next rank first (gather)
     signed: bool = True  # a reader looks at the signature
+    accords: bool = True  # a signature tells the accord
     stops: bool = True  # who has failed pushes and posts nothing more
     late: bool = False
     two_shots: tuple[int, ...] = ()  # signatures of the calls that take two
@@ -161,7 +166,8 @@ class _Model:
         *others, failed, missing = state
         found, signature = others[2][self._word(rank, peer, shot)]
         without = *others, _with(failed, rank, True), _with(missing, rank, missing[rank] | 1 << peer)
-        if found == epoch and signature != call and self.p.signed:
+        alike = signature == call if self.p.accords else signature % AGREED == call % AGREED
+        if found == epoch and not alike and self.p.signed:
             yield without  # type: ignore[misc]
         elif found == epoch or (found > epoch and self.p.accepts_later):
             yield state
@@ -235,6 +241,10 @@ UNLIKE = [
     ((1, 2, 3), (2, 1, 3)),
     ((1, 2, 3), (2, 3)),
     ((3, 1, 2), (3, 2)),
+    ((1,), (1 + AGREED,)),  # equal, of unlike forms of a function
+    ((1, 2), (1, 2 + AGREED)),
+    ((1, 1 + AGREED, 3), (1, 1, 3)),
+    ((1 + AGREED, 2), (1 + 2 * AGREED, 2)),
 ]
 
 
@@ -255,7 +265,7 @@ def test_unlike_calls_of_two_shots_are_found(calls: tuple[tuple[int, ...], ...],
     assert all(any(failed) for failed in explore(replace(protocol, late=True)).failed)
 
 
-@pytest.mark.parametrize("calls", [((1,), (1,), (2,)), ((1, 3), (2, 3), (1, 3))], ids=str)
+@pytest.mark.parametrize("calls", [((1,), (1,), (2,)), ((1, 3), (2, 3), (1, 3)), ((1,), (1 + AGREED,), (1,))], ids=str)
 def test_so_they_are_of_three_ranks(calls: tuple[tuple[int, ...], ...]) -> None:
     assert explore(Protocol(3, calls)).failed == {(True, True, True)}
 
@@ -275,6 +285,7 @@ def test_a_wait_that_runs_out_breaks_nothing_for_others(calls: tuple[int, ...], 
         (Protocol(2, (1, 1, 1), accepts_later=False), "stuck at"),
         (Protocol(3, (1, 1, 1), waits_for_all=False), "overwrites unread data"),
         (Protocol(2, ((1,), (2,)), signed=False), "reads data of call"),
+        (Protocol(2, ((1,), (1 + AGREED,)), accords=False), "reads data of call"),
         (Protocol(3, ((1, 3), (1, 3), (2, 3)), stops=False), "reads data of call"),
         (Protocol(3, (1, 1, 1), stops=False, late=True), "reads data|overwrites unread data"),
         (Protocol(2, (2, 1), slots=1, two_shots=(1,)), "overwrites unread data of call"),
@@ -287,6 +298,7 @@ def test_a_wait_that_runs_out_breaks_nothing_for_others(calls: tuple[int, ...], 
         "only the exact epoch",
         "not every peer awaited",
         "no signature",
+        "no accord in it",
         "posts after an unlike call",
         "posts after a wait that ran out",
         "one slot for two shots after one",

@@ -62,6 +62,7 @@ class Call:
         scatter are made.
     outer: blocks of rows, between those of other ranks'.
     keeps: the gathered A is returned. keep_scales: so are the numbers, which then are no scales.
+    accord: what all ranks agreed that the call's graph does otherwise than its program; 0: nothing.
     """
 
     op: str
@@ -73,12 +74,14 @@ class Call:
     keeps: bool = False
     keep_scales: bool = False
     size: int = 0
+    accord: int = 0
 
     @property
     def signature(self) -> int:
         """What is on the wire of it."""
         kinds = {"gather": 0, "scatter": 4, "all_reduce": 64}
-        return 8 + self.size * 8 + kinds[self.op] + self.kept * 2 + (self.scales or self.keep_scales)
+        facts = self.size * 8 + kinds[self.op] + self.kept * 2 + (self.scales or self.keep_scales)
+        return 8 + facts + self.accord * 128
 
     @property
     def cut(self) -> Chunks:
@@ -117,7 +120,12 @@ class Call:
 
     def __str__(self) -> str:
         extras = [name for name in ("scales", "kept", "keeps", "keep_scales") if getattr(self, name)]
-        sizes = [*[f"of {self.chunks}"] * (self.chunks > 1), *["outer"] * (self.outer > 1), *["+"] * self.size]
+        sizes = [
+            *[f"of {self.chunks}"] * (self.chunks > 1),
+            *["outer"] * (self.outer > 1),
+            *["+"] * self.size,
+            *["agreed"] * self.accord,
+        ]
         return "-".join([self.op, self.way, *sizes, *extras])
 
 

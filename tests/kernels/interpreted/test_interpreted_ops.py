@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import secrets
 import time
@@ -431,6 +432,30 @@ def _in_flight(rank: int, world: int, seed: int) -> list[bool]:
     return good
 
 
+def _bytes_gathered(rank: int, world: int, seed: int) -> list[bool]:
+    """A gather without a matmul moves numbers of any dtype as they are: few of them, as beside a hoist."""
+    import torch
+    import torch.distributed as dist
+    from asynctp_kernels import cuda
+
+    import asynctp_passes.ops.collectives  # noqa: F401
+
+    ops, wait, name = torch.ops.asynctp, torch.ops._c10d_functional.wait_tensor, dist.group.WORLD.group_name
+    dtypes = (torch.bool, torch.int8, torch.int16, torch.int64, torch.float64, torch.float8_e4m3fn, torch.bfloat16)
+    good = []
+    for dtype, shape, kept in itertools.product(dtypes, ((1,), (3,), (1, 4, 1), (5, 3)), (True, False)):
+        rng, most = torch.Generator().manual_seed(seed), 2 if dtype == torch.bool else 256
+        raw = torch.randint(most, (world, *shape, dtype.itemsize), generator=rng, dtype=torch.uint8)
+        parts = raw.view(dtype).squeeze(-1)
+        for implementation in ("direct", "fused"):
+            with cuda.forced(implementation):
+                full = wait(ops.all_gather(parts[rank], world, name, all_keep=kept, accord=7))
+            good.append(
+                full.dtype == dtype and torch.equal(full.view(torch.uint8), parts.flatten(0, 1).view(torch.uint8))
+            )
+    return good
+
+
 def _stamped(rank: int, world: int, seed: int) -> list[bool]:
     """Each tile of the fused GEMM says where it ran, and when: once, in its turn on its SM; results are right."""
     import torch.distributed as dist
@@ -456,7 +481,7 @@ def _stamped(rank: int, world: int, seed: int) -> list[bool]:
 
 SCENARIOS = {
     2: [_cases_of, _stress, _dawdling, _poisoned, _special_values, _factors, _async_input],
-    3: [_stress, _repeated, _in_flight, _stamped],
+    3: [_stress, _repeated, _in_flight, _bytes_gathered, _stamped],
     4: [_cases_of, _subgroups],
 }
 
@@ -547,6 +572,11 @@ def test_the_gemm_multiplies_all_but_unlike_terms() -> None:
     unlike = {name for name in EXTREMES if name.startswith(("unlike", "up and down", "fp32")) or "another" in name}
     converted = {"fp8, sum"}  # each product is rounded before it is added in fp32
     assert apart == unlike | converted
+
+
+def test_a_gather_moves_numbers_of_any_dtype_as_they_are() -> None:
+    seed, outcomes = _outcomes(3)
+    assert all(all(outcome["_bytes_gathered"]) for outcome in outcomes), seed
 
 
 def test_collectives_in_flight() -> None:

@@ -129,7 +129,10 @@ class Wire:
 
     @property
     def told(self) -> str:
-        """The call in words, for messages and for its signature."""
+        """The call in words, for messages and for its signature.
+
+        A message adds to it what the ranks have told of the accord (`watch.Calls`).
+        """
         kind = "" if self.dtype is None else f" of {str(self.dtype).removeprefix('torch.')}, {self.reduce_op}"
         numbers = f" and {self.number_bytes} bytes of scales" if self.number_bytes else ""
         kept = ", kept by every rank" if self.kept else ""

@@ -461,9 +461,13 @@ class GroupMemory:
             if (group := self._group()) is not None:
                 stop(group, error)  # this rank may wait for the others to make memory
 
+    def is_in_a_call(self) -> bool:
+        """True while a call of this rank is under way that no graph has captured."""
+        return not (driver.is_over(self.last) and driver.is_over(self.flown))
+
     def may_be_in_a_call(self) -> bool:
         """True while a call of this rank is under way, and once a graph was captured, whose calls are not known."""
-        return self.captured or not (driver.is_over(self.last) and driver.is_over(self.flown))
+        return self.captured or self.is_in_a_call()
 
     def has_ended(self, peer: int) -> bool:
         """A peer's process is known to be over."""

@@ -8,6 +8,8 @@ A thread of the host looks at these words some times a second, and at counts of 
 costs a call anything:
 
     FREE[p] is another call than this rank's, for a second             unlike calls have met: `UnlikeCalls`
+    FREE[p] is 0, and p has come to a call of another group, where     neither can come to the other's call:
+    this rank is in none, for a second                                 `UnlikeCalls`
     FREE[p] is 0 and no call ends, for as long as the group's timeout  a rank does not come: `PeerTimeout`
     p has told that it has failed, and no call ends, for some seconds  so does this rank: `SymmetricMemoryError`
     p's process is over, and a call does not end, for some seconds     the same
@@ -34,12 +36,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import threading
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from asynctp_kernels.cuda.runtime.memory import GroupMemory
+    from asynctp_kernels.meeting import Process
 
 log = logging.getLogger(__name__)
 
@@ -69,29 +73,49 @@ HAS_FAILED, HAS_ENDED, IS_QUIET = 1, 2, 3
 THE_CALL = "the same call"  # awaited of a rank that does not come to it
 
 
+class Told(NamedTuple):
+    """A call in the words that ranks tell each other; kept: None of one that is not known."""
+
+    text: str
+    kept: bool | None = None
+    accord: int = 0
+
+
 class Calls:
-    """The calls that a rank has made plans for, by signature, told to the peers through the group's store."""
+    """The calls that a rank has made plans for, by signature, told to the peers through the group's store.
+
+    There the compiled function of an accord is told too, as `asynctp/accords/<accord>`, by who has made the graph.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._store, self._told = group_store(group), dict[int, str]()
+        self._store, self._told = group_store(group), dict[int, Told]()
 
     def add(self, wire: Wire, transport: str) -> int:
         """The signature of a call."""
         number = wire.signature(transport)
         if number not in self._told:
-            self._told[number] = wire.told
-            self._store.set(f"asynctp/calls/{number}", wire.told)
+            self._told[number] = told = Told(wire.told, wire.kept, wire.accord)
+            self._store.set(f"asynctp/calls/{number}", json.dumps(told))
         return number
 
-    def describe(self, number: int) -> str:
-        """A call of this rank's, or of a peer's, in words."""
-        if number in self._told:
-            return self._told[number]
-        key = f"asynctp/calls/{number}"
+    def told(self, number: int) -> Told:
+        """A call of this rank's, or of a peer's, with the function of its accord."""
+        found = self._told.get(number)
         try:
-            return str(self._store.get(key).decode()) if self._store.check([key]) else f"an unknown call ({number})"
+            if found is None:
+                text = self._find(f"asynctp/calls/{number}")
+                found = Told(f"an unknown call ({number})") if text is None else Told(*json.loads(text))
+            function = self._find(f"asynctp/accords/{found.accord}") if found.accord else None
         except RuntimeError as error:  # the store may be gone, with the rank that has it
-            return f"an unknown call ({number}; {error})"
+            return found or Told(f"an unknown call ({number}; {error})")
+        return found if function is None else found._replace(text=f"{found.text} of {function.rstrip('.')}")
+
+    def describe(self, number: int) -> str:
+        """A call in words."""
+        return self.told(number).text
+
+    def _find(self, key: str) -> str | None:
+        return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def tell_failure(self, rank: int, why: str) -> None:
         """Say to the peers why this rank has failed."""
@@ -107,9 +131,14 @@ class Calls:
             return f"it cannot say why ({error})"
 
 
-def unlike(memory: GroupMemory, peer: int, own: int, theirs: int) -> UnlikeCalls:
-    """The error of two calls that have met."""
-    return UnlikeCalls(memory.rank, memory.calls.describe(own), peer, memory.calls.describe(theirs))
+def unlike(memory: GroupMemory, peer: int, own: int, theirs: int, other: GroupMemory | None = None) -> UnlikeCalls:
+    """The error of two calls that have met; other: whose the peer's is, of another group."""
+    mine, found = memory.calls.told(own), (other or memory).calls.told(theirs)
+    forms = bool(mine.accord or found.accord) or (None not in (mine.kept, found.kept) and mine.kept != found.kept)
+    texts = [told.text for told in (mine, found)]
+    if other is not None:
+        texts = [f"{text} in group '{each.group_name}'" for text, each in zip(texts, (memory, other), strict=True)]
+    return UnlikeCalls(memory.rank, texts[0], peer, texts[1], forms)
 
 
 def error_of(memory: GroupMemory, found: Any) -> SymmetricMemoryError | PeerTimeout:
@@ -173,12 +202,20 @@ class Look:
 
 
 class Watch:
-    """The looks at one group, and what they tell. Of the host only: it is tested without a GPU."""
+    """The looks at one group, and what they tell. Of the host only: it is tested without a GPU.
+
+    Attributes:
+        latest: The last look; None before the first.
+    """
 
     def __init__(self, memory: GroupMemory) -> None:
         self._memory, self._since = weakref.ref(memory), time.monotonic()
         self._state: object = None
         self._apart: dict[int, tuple[int, int, float]] = {}  # by peer: both calls, and since when they are seen
+        self._crossed: dict[tuple[int, int, int, int], float] = {}  # the same of calls of several groups
+        self.latest: Look | None = None
+        self._looked = self._since
+        _watches.append(weakref.ref(self))
         self._failed: float | None = None
         self._ending: tuple[object, float] = (None, 0.0)  # what is seen while waits are ended, and since when
 
@@ -188,6 +225,7 @@ class Watch:
         assert memory is not None
         if (error := error_in(memory, look.status)) is not None:
             return error
+        self.latest, self._looked = look, now
         if look.state != self._state:
             self._state, self._since, self._apart = look.state, now, {}
         for peer, own, theirs in self._differing(look):
@@ -196,6 +234,8 @@ class Watch:
                 self._apart[peer] = (own, theirs, now)
             elif now - known[2] >= UNLIKE_S:
                 return unlike(memory, peer, own, theirs)
+        if (error := self._across(memory, look, now)) is not None:
+            return error
         if look.awaited and now - self._since >= memory.bound / 1e9:
             for peer, come in sorted(look.free.items()):
                 if not come:
@@ -218,6 +258,46 @@ class Watch:
             else:
                 self._apart.pop(peer, None)
         return found
+
+    def _across(self, memory: GroupMemory, look: Look, now: float) -> UnlikeCalls | None:
+        """The error of a peer that waits in a call of another group, while this rank waits for it in a call of this.
+
+        Neither can go on, since a device makes one eager call after the other.
+        """
+        own, seen = look.awaited or look.doing, self._crossed
+        self._crossed = {}
+        if not own or memory.captured or not memory.processes or now - self._since < UNLIKE_S:
+            return None
+        for peer in (peer for peer, free in sorted(look.free.items()) if not free and peer not in look.ahead):
+            for other in _living():
+                found = None if other is self else other.waits_for_this_rank(memory.processes[peer], self._since)
+                if found is not None:
+                    place = (peer, own, found[0].number, found[1])
+                    self._crossed[place] = seen.get(place, now)
+                    if now - self._crossed[place] >= UNLIKE_S:
+                        return unlike(memory, peer, own, found[1], found[0])
+        return None
+
+    def waits_for_this_rank(self, process: Process, since: float) -> tuple[GroupMemory, int] | None:
+        """The group's memory, and the call of it that a process has come to, where this rank is in none.
+
+        since: When this rank came to where it is; a look from before that tells nothing.
+        """
+        memory, look = self._memory(), self.latest
+        if memory is None or look is None or look.awaited or look.doing or memory.captured or memory.failure:
+            return None
+        if process not in memory.processes or self._looked <= since:
+            return None
+        peer = memory.processes.index(process)
+        theirs = look.free.get(peer) or memory.peers_ahead().get(peer, 0)
+        return (memory, theirs) if theirs else None
+
+    def is_in_a_call(self) -> bool:
+        """True while a call of this rank is under way, as far as is known, and nothing is wrong yet."""
+        memory, look = self._memory(), self.latest
+        if memory is None or memory.failure is not None:
+            return False
+        return memory.is_in_a_call() or (look is not None and bool(look.awaited or look.doing))
 
     def step(self, look: Look, now: float) -> int:
         """The step that this rank, which has failed, may take."""
@@ -244,6 +324,11 @@ class Watch:
 
 _exiting = threading.Event()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_watches: list[weakref.ref[Watch]] = []  # only appended to, since threads read it
+
+
+def _living() -> list[Watch]:
+    return [watch for reference in list(_watches) if (watch := reference()) is not None]
 
 
 def start_watch(memory: GroupMemory) -> None:
@@ -255,7 +340,14 @@ def start_watch(memory: GroupMemory) -> None:
 
 @atexit.register
 def _end_watches() -> None:
-    """A thread that comes out of a call of CUDA's when the interpreter is gone ends the process with an error."""
+    """A thread that comes out of a call of CUDA's when the interpreter is gone ends the process with an error.
+
+    Where a call is under way, the watch first has the time to find that it is unlike its peers'.
+    """
+    end = time.monotonic() + UNLIKE_S + 2 * LOOK_S
+    with contextlib.suppress(RuntimeError):  # of CUDA, where the program has ended with an error
+        while time.monotonic() < end and any(watch.is_in_a_call() for watch in _living()):
+            time.sleep(ENDING_S)
     _exiting.set()
     for thread in list(_threads):
         thread.join(EXIT_S)
