@@ -117,8 +117,10 @@ class _OwnPass:
         """A pass's key in Inductor's caches: both packages' sources, torch, configuration, registered ops, what the
         fused ops run, and this process's groups, which graphs have by name only, with their sizes and mesh dimensions.
 
-        None, which turns caching off, where that cannot be found out.
+        None, which turns caching off, where that cannot be found out, and where a graph is compiled without caches.
         """
+        if not compat.uses_caches():
+            return None
         try:
             return self._key()
         except FORESEEN:
@@ -509,7 +511,7 @@ def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False, a
 def _cached_in_vain(refused: Sequence[str]) -> str:
     return (
         f"a graph that Inductor's cache had cannot run here, since ranks differ: {'; '.join(refused)}. Ranks that "
-        "share no cache, or find different things in it, need torch._inductor.config.force_disable_caches"
+        "share no cache, or find different things in it, need TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment"
     )
 
 

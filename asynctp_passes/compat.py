@@ -385,7 +385,7 @@ def inductor_compile(
         context = TracingContext.try_get()
         if context is not None and context.output_strides is not None:
             context.output_strides.clear()  # of the graph that does not stand; Inductor asserts that there are none
-        with config.patch(_NO_CACHES):
+        with config.patch(_NO_CACHES), _caches_off():
             compiled = compile_fx_inner(*args, **kwargs)
         stands(False, True)
         return compiled
@@ -394,7 +394,8 @@ def inductor_compile(
     with _not_routed():
         compiled = compile_fx(gm, inputs, compile_one, patches, **further)
         if not stands(True, False):
-            compiled = compile_fx(gm, inputs, compile_one, {**patches, **_NO_CACHES}, **further)
+            with _caches_off():
+                compiled = compile_fx(gm, inputs, compile_one, {**patches, **_NO_CACHES}, **further)
             stands(True, True)
     return compiled  # type: ignore[return-value]
 
@@ -494,6 +495,25 @@ def route_inductor(
 
 
 _NO_CACHES = {"force_disable_caches": True, "fx_graph_cache": False, "fx_graph_remote_cache": False}
+
+_cached: ContextVar[bool] = ContextVar("asynctp_cached", default=True)
+
+
+def uses_caches() -> bool:
+    """False while a graph is compiled without caches: a pass without an identifier keeps Inductor from using any.
+
+    `_NO_CACHES` alone does not: environment variables outrank patches (`TORCHINDUCTOR_FORCE_DISABLE_CACHES=0`).
+    """
+    return _cached.get()
+
+
+@contextlib.contextmanager
+def _caches_off() -> Iterator[None]:
+    token = _cached.set(False)
+    try:
+        yield
+    finally:
+        _cached.reset(token)
 
 
 _UNCHECKED = "saved_tensor_with_no_vc_check"
