@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, joint_pass, ops, partition_pass, pipeline
+from asynctp_passes import compat, joint_pass, leaving, ops, partition_pass, pipeline
 from asynctp_passes.agreement.vote import stands
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
@@ -556,6 +556,9 @@ def _publish(
     across: It is of chains that lie in two graphs. raised: An error has its text, so the log need not. strayed: It came
     from the cache, and the compile under way may be another one.
     """
+    if not (across or raised or strayed):
+        with contained("note the graph, should torch give its function up"):
+            leaving.note(report)
     with contained("keep the picture of the process"):
         picture.note(report, across, raised=raised, strayed=strayed)
     if not report.remarks and not report.internal_errors:

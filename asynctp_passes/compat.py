@@ -1220,6 +1220,167 @@ def _original(code: CodeType) -> CodeType:
     return code
 
 
+# --- functions that Dynamo gives up -------------------------------------------------------------------
+# torch.compile's callback (`CatchErrorsWrapper`) is asked for the code of each frame that has none that fits. Where it
+# gives none, the frame runs as it is written: at the recompile limit, where the frame is skipped, where an error is
+# suppressed. Under some stances it is not asked (`_callback_from_stance`).
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """A function that runs as it is written, though asynctp has compiled graphs of it.
+
+    Attributes:
+        name: As `CompiledFunction.name`.
+        groups: The process groups of its graphs, as they were noted.
+        reason: Why, in Dynamo's words or ours.
+        remedy: What ends that, on every rank.
+    """
+
+    name: str
+    groups: frozenset[str]
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A function under compilation: Dynamo's callback for it, held weakly, and its code."""
+
+    callback: weakref.ref[Any]
+    code: CodeType
+
+
+_frames: weakref.WeakKeyDictionary[Any, _Frame] = weakref.WeakKeyDictionary()  # by the context of a compile
+_noted: weakref.WeakKeyDictionary[Any, dict[CodeType, frozenset[str]]] = weakref.WeakKeyDictionary()  # by callback
+
+
+def note_groups(groups: Iterable[str], given_up: Callable[[GivenUp], None], failed: Callable[[GivenUp], None]) -> None:
+    """Note groups of a graph that is compiled, for the function that it is of: its backward may be compiled later.
+
+    Does nothing outside of torch.compile.
+
+    Args:
+        groups: Names of process groups; none for a graph that concerns nobody else.
+        given_up: Called on each call of such a function that runs as it is written, before that. It may raise.
+        failed: Called where such a call raises instead, as with `fullgraph=True` at the recompile limit.
+    """
+    from torch._guards import CompileContext
+
+    context, found = CompileContext.try_get(), frozenset(groups)
+    if context is None:
+        return
+    if (under_way := _frame_on_stack()) is not None:
+        _frames[context] = under_way
+    frame = _frames.get(context)
+    callback = None if frame is None else frame.callback()
+    if frame is None or callback is None or not found:
+        return
+    _ask_of_frames(given_up, failed)
+    codes = _noted.setdefault(callback, {})
+    for code in {frame.code, _original(frame.code)}:
+        codes[code] = codes.get(code, frozenset()) | found
+
+
+def _frame_on_stack() -> _Frame | None:
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "__call__" and isinstance(frame.f_locals.get("self"), CatchErrorsWrapper):
+            return _Frame(weakref.ref(frame.f_locals["self"]), frame.f_locals["frame"].f_code)
+        frame = frame.f_back
+    return None
+
+
+@functools.cache
+def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenUp], None]) -> None:
+    """Have Dynamo's callbacks tell of the functions that they give up."""
+    from torch._dynamo import convert_frame, eval_frame
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    original: Any = convert_frame.CatchErrorsWrapper.__call__
+    from_stance: Any = eval_frame._callback_from_stance
+
+    @functools.wraps(original)
+    def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        groups = _noted.get(self, {}).get(frame.f_code)
+        try:
+            result = original(self, frame, *args, **kwargs)
+        except FailOnRecompileLimitHit:
+            if groups:
+                failed(_at_limit(self, frame.f_code, groups))
+            raise
+        if result.guarded_code is None and self in _noted:
+            _settle(self, frame.f_code, groups, result)
+        return result
+
+    def _settle(callback: Any, code: CodeType, groups: frozenset[str] | None, result: Any) -> None:
+        strategy, actions = result.frame_exec_strategy, torch._C._dynamo.eval_frame._FrameAction
+        limited, reason = strategy.cur_action == actions.RUN_ONLY, getattr(result, "skip_reason", None) or ""
+        if groups and "no tensor" not in reason:
+            given_up(_at_limit(callback, code, groups) if limited else _skipped(code, groups, reason))
+        if groups:
+            result.apply_to_code = False  # ask again at the next call
+        if strategy.recursive_action == actions.RUN_ONLY:  # what it calls may have graphs, too, and is asked of
+            result.frame_exec_strategy = type(strategy)(strategy.cur_action, actions.DEFAULT)
+
+    @functools.wraps(from_stance)
+    def callback_from_stance(callback: Any) -> Any:
+        chosen = from_stance(callback)
+        if (chosen is None or chosen is False) and callback not in (None, False) and _noted.get(callback):
+            return _asking(callback, given_up, chosen is False)
+        return chosen
+
+    convert_frame.CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
+    eval_frame._callback_from_stance = callback_from_stance
+
+
+def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) -> Callable[..., Any]:
+    """A callback that gives no code, for a stance without one. compiled: code that there is runs, if it fits."""
+    from torch._dynamo import eval_frame, trace_rules
+    from torch._dynamo.types import ConvertFrameReturn
+
+    stance = str(eval_frame._stance.stance)
+
+    def ask(frame: Any, *_: Any, **__: Any) -> Any:
+        if trace_rules.check(frame.f_code):
+            return ConvertFrameReturn()
+        actions = torch._C._dynamo.eval_frame._FrameAction
+        strategy, groups = torch._C._dynamo.eval_frame._FrameExecStrategy, _noted.get(callback, {}).get(frame.f_code)
+        if groups:
+            reason = f"torch.compiler.set_stance({stance!r}) is in force"
+            given_up(GivenUp(_name_of(frame.f_code), groups, reason, "set one stance on every rank"))
+        return ConvertFrameReturn(frame_exec_strategy=strategy(actions.SKIP, actions.DEFAULT), apply_to_code=False)
+
+    if compiled:
+        ask._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # by which Dynamo knows its code
+    return ask
+
+
+def _at_limit(callback: Any, code: CodeType, groups: frozenset[str]) -> GivenUp:
+    from torch._dynamo import config, eval_frame
+
+    compiled = len(eval_frame._debug_get_cache_entry_list(code))
+    own = getattr(callback._torchdynamo_orig_backend, "_recompile_limit", None)
+    limit = config.recompile_limit if own is None else own
+    name, value = "torch._dynamo.config.recompile_limit", limit
+    if own is not None:
+        name = "torch.compile's recompile_limit"
+    if not limit <= compiled < config.accumulated_recompile_limit:
+        name, value = "torch._dynamo.config.accumulated_recompile_limit", config.accumulated_recompile_limit
+    remedy = (
+        f"raise {name}, or give what differs between the calls as a tensor or mark it dynamic "
+        "(TORCH_LOGS=recompiles names it)"
+    )
+    return GivenUp(_name_of(code), groups, f"{name}={value} is reached, with {compiled} compiled forms", remedy)
+
+
+def _skipped(code: CodeType, groups: frozenset[str], reason: str) -> GivenUp:
+    remedy = "let this function be compiled on every rank, or on none (TORCH_LOGS=+dynamo has more)"
+    return GivenUp(_name_of(code), groups, f"Dynamo skips it ({reason or 'it does not say why'})", remedy)
+
+
 def suppresses_errors() -> bool:
     """True where a function whose compile fails runs without a compiler."""
     config = sys.modules.get("torch._dynamo.config")  # nothing is compiled before it is imported
