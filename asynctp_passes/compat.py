@@ -1251,11 +1251,24 @@ class _Frame:
     code: CodeType
 
 
+@dataclass(frozen=True)
+class _Noted:
+    """A function with graphs of asynctp's, and the groups of these."""
+
+    name: str
+    groups: frozenset[str]
+
+    def given_up(self, reason: str, remedy: str) -> GivenUp:
+        return GivenUp(self.name, self.groups, reason, remedy)
+
+
 _frames: weakref.WeakKeyDictionary[Any, _Frame] = weakref.WeakKeyDictionary()  # by the context of a compile
-_noted: weakref.WeakKeyDictionary[Any, dict[CodeType, frozenset[str]]] = weakref.WeakKeyDictionary()  # by callback
+_noted: weakref.WeakKeyDictionary[Any, dict[CodeType, _Noted]] = weakref.WeakKeyDictionary()  # by callback
 
 
-def note_groups(groups: Iterable[str], given_up: Callable[[GivenUp], None], failed: Callable[[GivenUp], None]) -> None:
+def note_groups(
+    groups: Iterable[str], given_up: Callable[[GivenUp], None], failed: Callable[[GivenUp], object]
+) -> None:
     """Note groups of a graph that is compiled, for the function that it is of: its backward may be compiled later.
 
     Does nothing outside of torch.compile.
@@ -1267,8 +1280,8 @@ def note_groups(groups: Iterable[str], given_up: Callable[[GivenUp], None], fail
     """
     from torch._guards import CompileContext
 
-    context, found = CompileContext.try_get(), frozenset(groups)
-    if context is None:
+    context, found, function = CompileContext.try_get(), frozenset(groups), compiled_function()
+    if context is None or function is None:
         return
     if (under_way := _frame_on_stack()) is not None:
         _frames[context] = under_way
@@ -1279,7 +1292,8 @@ def note_groups(groups: Iterable[str], given_up: Callable[[GivenUp], None], fail
     _ask_of_frames(given_up, failed)
     codes = _noted.setdefault(callback, {})
     for code in {frame.code, _original(frame.code)}:
-        codes[code] = codes.get(code, frozenset()) | found
+        known = codes[code].groups if code in codes else frozenset()
+        codes[code] = _Noted(function.base, known | found)
 
 
 def _frame_on_stack() -> _Frame | None:
@@ -1294,7 +1308,7 @@ def _frame_on_stack() -> _Frame | None:
 
 
 @functools.cache
-def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenUp], None]) -> None:
+def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenUp], object]) -> None:
     """Have Dynamo's callbacks tell of the functions that they give up."""
     from torch._dynamo import convert_frame, eval_frame
     from torch._dynamo.exc import FailOnRecompileLimitHit
@@ -1304,31 +1318,31 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
 
     @functools.wraps(original)
     def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        groups = _noted.get(self, {}).get(frame.f_code)
+        noted = _noted.get(self, {}).get(frame.f_code)
         try:
             result = original(self, frame, *args, **kwargs)
         except FailOnRecompileLimitHit:
-            if groups:
-                failed(_at_limit(self, frame.f_code, groups))
+            if noted:
+                failed(_at_limit(self, frame.f_code, noted))
             raise
         if result.guarded_code is None and self in _noted:
-            _settle(self, frame.f_code, groups, result)
+            settle(self, frame, noted, result)
         return result
 
-    def _settle(callback: Any, code: CodeType, groups: frozenset[str] | None, result: Any) -> None:
+    def settle(callback: Any, frame: Any, noted: _Noted | None, result: Any) -> None:
         strategy, actions = result.frame_exec_strategy, torch._C._dynamo.eval_frame._FrameAction
-        limited, reason = strategy.cur_action == actions.RUN_ONLY, getattr(result, "skip_reason", None) or ""
-        if groups and "no tensor" not in reason:
-            given_up(_at_limit(callback, code, groups) if limited else _skipped(code, groups, reason))
-        if groups:
+        if noted:
             result.apply_to_code = False  # ask again at the next call
         if strategy.recursive_action == actions.RUN_ONLY:  # what it calls may have graphs, too, and is asked of
             result.frame_exec_strategy = type(strategy)(strategy.cur_action, actions.DEFAULT)
+        if noted and convert_frame.has_tensor_in_frame(frame):
+            is_limited = strategy.cur_action == actions.RUN_ONLY
+            given_up(_at_limit(callback, frame.f_code, noted) if is_limited else _skipped(noted, result))
 
     @functools.wraps(from_stance)
     def callback_from_stance(callback: Any) -> Any:
         chosen = from_stance(callback)
-        if (chosen is None or chosen is False) and callback not in (None, False) and _noted.get(callback):
+        if chosen is not callback and (chosen is None or chosen is False) and _noted.get(callback):
             return _asking(callback, given_up, chosen is False)
         return chosen
 
@@ -1338,7 +1352,7 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
 
 def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) -> Callable[..., Any]:
     """A callback that gives no code, for a stance without one. compiled: code that there is runs, if it fits."""
-    from torch._dynamo import eval_frame, trace_rules
+    from torch._dynamo import convert_frame, eval_frame, trace_rules
     from torch._dynamo.types import ConvertFrameReturn
 
     stance = str(eval_frame._stance.stance)
@@ -1347,10 +1361,10 @@ def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) 
         if trace_rules.check(frame.f_code):
             return ConvertFrameReturn()
         actions = torch._C._dynamo.eval_frame._FrameAction
-        strategy, groups = torch._C._dynamo.eval_frame._FrameExecStrategy, _noted.get(callback, {}).get(frame.f_code)
-        if groups:
+        strategy, noted = torch._C._dynamo.eval_frame._FrameExecStrategy, _noted.get(callback, {}).get(frame.f_code)
+        if noted and convert_frame.has_tensor_in_frame(frame):
             reason = f"torch.compiler.set_stance({stance!r}) is in force"
-            given_up(GivenUp(_name_of(frame.f_code), groups, reason, "set one stance on every rank"))
+            given_up(noted.given_up(reason, "set one stance on every rank"))
         return ConvertFrameReturn(frame_exec_strategy=strategy(actions.SKIP, actions.DEFAULT), apply_to_code=False)
 
     if compiled:
@@ -1358,7 +1372,7 @@ def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) 
     return ask
 
 
-def _at_limit(callback: Any, code: CodeType, groups: frozenset[str]) -> GivenUp:
+def _at_limit(callback: Any, code: CodeType, noted: _Noted) -> GivenUp:
     from torch._dynamo import config, eval_frame
 
     compiled = len(eval_frame._debug_get_cache_entry_list(code))
@@ -1373,12 +1387,13 @@ def _at_limit(callback: Any, code: CodeType, groups: frozenset[str]) -> GivenUp:
         f"raise {name}, or give what differs between the calls as a tensor or mark it dynamic "
         "(TORCH_LOGS=recompiles names it)"
     )
-    return GivenUp(_name_of(code), groups, f"{name}={value} is reached, with {compiled} compiled forms", remedy)
+    return noted.given_up(f"{name}={value} is reached, with {compiled} compiled forms", remedy)
 
 
-def _skipped(code: CodeType, groups: frozenset[str], reason: str) -> GivenUp:
+def _skipped(noted: _Noted, result: Any) -> GivenUp:
+    reason = getattr(result, "skip_reason", None) or "it does not say why"
     remedy = "let this function be compiled on every rank, or on none (TORCH_LOGS=+dynamo has more)"
-    return GivenUp(_name_of(code), groups, f"Dynamo skips it ({reason or 'it does not say why'})", remedy)
+    return noted.given_up(f"Dynamo skips it ({reason})", remedy)
 
 
 def suppresses_errors() -> bool:

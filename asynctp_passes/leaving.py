@@ -34,16 +34,21 @@ _times: Counter[tuple[str, str]] = Counter()  # by group and place in its store:
 
 def note(report: Report) -> None:
     """Note a graph that is compiled or came from a cache, should Dynamo give up the function that it is of."""
-    compat.note_groups(_concerned(report), _leave, _tell)
+    compat.note_groups(_concerned(report), given_up=_leave, failed=_told)
 
 
 def _concerned(report: Report) -> Iterator[str]:
     """The groups whose peers wait for this rank, or take its data for others, if it runs without the graph."""
-    on_wire = ops.on_wire("cuda" if compat.uses_gpus() else "cpu")
     for one in report.ballots:
-        deviates = not all(map(is_for_any_graph, one.deviations))
-        if compat.peers_of(one.group) is not None and (deviates or (on_wire and PLAIN not in one.deviations)):
+        if (peers := compat.peers_of(one.group)) is None:
+            continue
+        goes_by_torch = PLAIN in one.deviations or not _has_wire(len(peers.ranks))
+        if not (goes_by_torch and all(map(is_for_any_graph, one.deviations))):
             yield one.group
+
+
+def _has_wire(world_size: int) -> bool:
+    return not ops.compares_calls(world_size)[0] if compat.uses_gpus() else ops.on_wire("cpu")
 
 
 def _leave(given_up: compat.GivenUp) -> None:
@@ -52,19 +57,19 @@ def _leave(given_up: compat.GivenUp) -> None:
     Raises:
         DisagreementError: A rank stays in its graph.
     """
+    if (error := _told(given_up)) is not None:
+        raise error
+
+
+def _told(given_up: compat.GivenUp) -> DisagreementError | None:
+    """The error of a rank that leaves alone, of which the peers are told; None if all ranks leave."""
     groups = [(name, peers) for name in sorted(given_up.groups) if (peers := compat.peers_of(name)) is not None]
-    if not groups:
-        return
     if all(_all_leave(given_up, name, peers) for name, peers in groups):
-        return
+        return None
     error = _error(given_up)
-    _fail(given_up.groups, error)
-    raise error
-
-
-def _tell(given_up: compat.GivenUp) -> None:
-    """Tell the peers of an error of torch's."""
-    _fail(given_up.groups, _error(given_up))
+    for name, _ in groups:
+        ops.leave(name, error)
+    return error
 
 
 def _error(given_up: compat.GivenUp) -> DisagreementError:
@@ -74,11 +79,6 @@ def _error(given_up: compat.GivenUp) -> DisagreementError:
         f"{given_up.reason}. Its collectives would go by torch, while other ranks of group {groups} stay in theirs. "
         f"Restart all ranks. Remedy: {given_up.remedy}"
     )
-
-
-def _fail(groups: Iterable[str], error: DisagreementError) -> None:
-    for name in groups:
-        ops.leave(name, error)
 
 
 def _all_leave(given_up: compat.GivenUp, group: str, peers: compat.Peers) -> bool:

@@ -209,7 +209,7 @@ class Watch:
             return SymmetricMemoryError(f"rank {told[0]} has failed: {memory.calls.failure_of(told[0])}")
         if look.gone and look.busy and now - self._since >= TOLD_S:
             gone = min(look.gone)
-            return SymmetricMemoryError(f"the process of rank {gone} has ended ({memory.calls.failure_of(gone)})")
+            return SymmetricMemoryError(f"the process of rank {gone} has ended: {memory.calls.failure_of(gone)}")
         return None
 
     def _differing(self, look: Look) -> list[tuple[int, int, int]]:
