@@ -1391,9 +1391,9 @@ def _at_limit(callback: Any, code: CodeType, noted: _Noted) -> GivenUp:
 
 
 def _skipped(noted: _Noted, result: Any) -> GivenUp:
-    reason = getattr(result, "skip_reason", None) or "it does not say why"
+    reason = getattr(result, "skip_reason", None)  # torch 2.11 gives none
     remedy = "let this function be compiled on every rank, or on none (TORCH_LOGS=+dynamo has more)"
-    return noted.given_up(f"Dynamo skips it ({reason})", remedy)
+    return noted.given_up(f"Dynamo skips it{f' ({reason})' if reason else ''}", remedy)
 
 
 def suppresses_errors() -> bool:
