@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, joint_pass, ops, partition_pass, pipeline
+from asynctp_passes import compat, joint_pass, leaving, ops, partition_pass, pipeline
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
 from asynctp_passes.ir import registry
@@ -117,8 +117,10 @@ class _OwnPass:
         """A pass's key in Inductor's caches: both packages' sources, torch, configuration, registered ops, what the
         fused ops run, and this process's groups, which graphs have by name only, with their sizes and mesh dimensions.
 
-        None, which turns caching off, where that cannot be found out.
+        None, which turns caching off, where that cannot be found out, and where a graph is compiled without caches.
         """
+        if not compat.uses_caches():
+            return None
         try:
             return self._key()
         except FORESEEN:
@@ -525,7 +527,7 @@ def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False) -
 def _cached_in_vain(refused: Sequence[str]) -> str:
     return (
         f"a graph that Inductor's cache had cannot run here, since ranks differ: {'; '.join(refused)}. Ranks that "
-        "share no cache, or find different things in it, need torch._inductor.config.force_disable_caches"
+        "share no cache, or find different things in it, need TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment"
     )
 
 
@@ -570,6 +572,9 @@ def _publish(
     across: It is of chains that lie in two graphs. raised: An error has its text, so the log need not. strayed: It came
     from the cache, and the compile under way may be another one.
     """
+    if config is not None and not (across or raised or strayed):
+        with contained("note the graph, should torch give its function up"):
+            leaving.note(report, config)
     with contained("keep the picture of the process"):
         picture.note(report, across, raised=raised, strayed=strayed)
     if not report.remarks and not report.internal_errors:

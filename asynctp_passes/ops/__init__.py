@@ -26,7 +26,16 @@ import torch
 
 from asynctp_passes.ops import autograd, fake, real, reference
 from asynctp_passes.ops.calls import OPS
-from asynctp_passes.ops.choice import compares_calls, expected_implementation, explain, implementation, on_wire, refresh
+from asynctp_passes.ops.choice import (
+    compares_calls,
+    expected_implementation,
+    explain,
+    implementation,
+    is_awaited,
+    leave,
+    on_wire,
+    refresh,
+)
 from asynctp_passes.ops.registration import register
 
 __all__ = [
@@ -37,6 +46,8 @@ __all__ = [
     "expected_implementation",
     "explain",
     "implementation",
+    "is_awaited",
+    "leave",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "on_wire",

@@ -24,7 +24,9 @@ __all__ = [
     "expected_implementation",
     "explain",
     "implementation",
+    "is_awaited",
     "kernels_for",
+    "leave",
     "on_wire",
     "overlapped",
     "refresh",
@@ -81,6 +83,19 @@ def compares_calls(world_size: int) -> tuple[str, str]:
         return "triton is missing", ""
     reason, alike = cuda.outlook(world_size, torch.cuda.current_device())
     return reason, alike
+
+
+def is_awaited(group_name: str) -> bool:
+    """Whether a peer has come to a call on asynctp's transport to which this rank has not."""
+    kernels = sys.modules.get("asynctp_kernels.cuda")
+    return False if kernels is None else bool(kernels.is_awaited(group_name))
+
+
+def leave(group_name: str, error: Exception) -> None:
+    """Make no call of the group on asynctp's transport any more, and tell the peers why."""
+    kernels = sys.modules.get("asynctp_kernels.cuda")
+    if kernels is not None:
+        kernels.leave(group_name, error)
 
 
 def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: int) -> str:

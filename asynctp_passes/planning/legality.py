@@ -34,6 +34,7 @@ __all__ = [
     "can_be_alone",
     "groups_on_wire",
     "is_named_for_data",
+    "is_on_wire",
     "is_tensor_parallel",
     "on_wire",
     "ranks_alike",
@@ -154,9 +155,12 @@ def groups_on_wire(candidates: Sequence[Candidate], config: Config) -> frozenset
 
 def _goes_by_wire(collective: Collective, config: Config) -> bool:
     """True for one of a group whose collectives are asynctp's."""
-    if config.groups != "auto":
-        return collective.group_key in config.groups
-    return not _is_of_data(collective)
+    return is_on_wire(collective.group_key, collective.mesh_dim, config)
+
+
+def is_on_wire(group: str, mesh_dim: str, config: Config) -> bool:
+    """True where the collectives of a group, of a mesh dimension of this name or none, are to be asynctp's."""
+    return group in config.groups if config.groups != "auto" else not _is_of_data(mesh_dim)
 
 
 def can_be_alone(collective: Collective) -> bool:
@@ -211,11 +215,11 @@ _DATA_PARALLEL = frozenset({"dp", "ddp", "fsdp", "hsdp", "data", "replicate"})
 
 def is_named_for_data(candidate: Candidate) -> bool:
     """True when a word in the name of the group's mesh dimension (`dp_shard`) stands for data parallelism."""
-    return _is_of_data(candidate.collective)
+    return _is_of_data(candidate.collective.mesh_dim)
 
 
-def _is_of_data(collective: Collective) -> bool:
-    return not _DATA_PARALLEL.isdisjoint(re.split(r"[^a-z]+", collective.mesh_dim.lower()))
+def _is_of_data(mesh_dim: str) -> bool:
+    return not _DATA_PARALLEL.isdisjoint(re.split(r"[^a-z]+", mesh_dim.lower()))
 
 
 def is_tensor_parallel(candidate: Candidate) -> bool:

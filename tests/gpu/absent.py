@@ -3,7 +3,8 @@
     ASYNCTP_TIMEOUT_S=2 torchrun --nproc_per_node=4 tests/gpu/absent.py
 
 The last rank leaves one call of each kind out. The others' calls run out of time, their groups say which collective
-waited for which rank, and after a release the same call is right again. One JSON line a case, from rank 0.
+waited for which rank, and after a release the same call is right again. Then it leaves the group by its own will, and
+the others say why. One JSON line a case, from rank 0.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 import torch
 import torch.distributed as dist
 from asynctp_kernels import SymmetricMemoryError, cuda, release
+from asynctp_kernels.cuda.runtime.memory import existing_memory
 from launched import end, run_cases, start
 from torch import Tensor
 
@@ -70,7 +72,7 @@ def call(op: str, implementation: str, group: dist.ProcessGroup) -> bool:
 
 def refused(op: str, implementation: str, group: dist.ProcessGroup) -> str:
     """What the next call says; waits until the failure is known."""
-    for _ in range(50):
+    for _ in range(100):
         time.sleep(0.1)
         if cuda.runtime.memory.existing_memory(group).failure is not None:  # type: ignore[union-attr]
             break
@@ -81,7 +83,7 @@ def refused(op: str, implementation: str, group: dist.ProcessGroup) -> str:
     return "nothing"
 
 
-def run(op: str, implementation: str, told: str) -> dict[str, object]:
+def run(op: str, implementation: str, told: str, leaves: bool = False) -> dict[str, object]:
     group = dist.new_group(list(range(dist.get_world_size())))
     dist.barrier(group)
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -90,6 +92,10 @@ def run(op: str, implementation: str, told: str) -> dict[str, object]:
     dist.barrier()
     start = time.monotonic()
     said = ""
+    if leaves:
+        existing_memory(group).bound = int(1e11)  # type: ignore[union-attr]  # no wait runs out before
+    if rank == last and leaves:
+        cuda.leave(group, RuntimeError("it has better to do"))
     if rank != last:
         call(op, implementation, group)
         torch.cuda.synchronize()
@@ -104,6 +110,8 @@ def run(op: str, implementation: str, told: str) -> dict[str, object]:
     bound = float(os.environ["ASYNCTP_TIMEOUT_S"])
     told = told.format(whole=group.size() * 524288)
     named = f"{told}: rank {rank} waited {bound:g} s for the same call of rank {last}."
+    if leaves:
+        named = f"rank {last} has failed: RuntimeError: it has better to do"
     good = before and after and (rank == last or (named in said and seconds < bound + 10))
     everywhere = torch.tensor(int(good), device="cuda")
     dist.all_reduce(everywhere, dist.ReduceOp.MIN)
@@ -112,8 +120,9 @@ def run(op: str, implementation: str, told: str) -> dict[str, object]:
 
 def main() -> int:
     start(300)
-    cases = ((f"{op}/{name}", functools.partial(run, op, name, told)) for (op, name), told in CASES.items())
-    code = run_cases(cases, 300)
+    cases = [(f"{op}/{name}", functools.partial(run, op, name, told)) for (op, name), told in CASES.items()]
+    leaving = [(f"leaves/{op}/{name}", functools.partial(run, op, name, "", leaves=True)) for op, name in CASES]
+    code = run_cases([*cases, *leaving], 300)
     end()
     return code
 

@@ -298,7 +298,7 @@ def test_a_rank_whose_peers_process_is_over_fails_when_no_call_ends(memory: Grou
     """It may have come to the call before: then nothing else tells of it."""
     gone = look(gone=frozenset({2}))
     assert judged(memory, gone, TOLD_S - 0.25) is None
-    assert str(judged(memory, gone, TOLD_S)) == "the process of rank 2 has ended"
+    assert str(judged(memory, gone, TOLD_S)) == "the process of rank 2 has ended: it does not say why"
     watch = Watch(memory)
     assert all(watch.judge(replace(gone, ended=(step,)), step) is None for step in range(100))
 

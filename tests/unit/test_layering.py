@@ -27,7 +27,7 @@ ROWS = (
     ("planning",),
     ("rewriting", "reporting"),
     ("agreement",),
-    ("attempt",),
+    ("attempt", "leaving"),
     ("pipeline", "joint_pass", "partition_pass"),
     ("backend",),
     ("process", "reference"),

@@ -17,7 +17,7 @@ from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.choose.select import forced
 from asynctp_kernels.cuda.explanation import explain, explain_all_reduce, explain_gather, explain_scatter, problem_of
-from asynctp_kernels.cuda.groups import last_implementation, outlook, release, shared_bytes
+from asynctp_kernels.cuda.groups import is_awaited, last_implementation, leave, outlook, release, shared_bytes
 from asynctp_kernels.cuda.moves import Mover, run_bulk_all_reduce, run_bulk_gather, run_bulk_scatter
 from asynctp_kernels.cuda.plans.collectives import all_gather
 from asynctp_kernels.cuda.runtime import interpreted
@@ -33,7 +33,9 @@ __all__ = [
     "explain_gather",
     "explain_scatter",
     "forced",
+    "is_awaited",
     "last_implementation",
+    "leave",
     "outlook",
     "problem_of",
     "release",

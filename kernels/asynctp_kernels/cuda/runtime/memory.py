@@ -189,8 +189,7 @@ class GroupMemory:
         self.pads = self.signals.table
         self.calls = Calls(of_group)
         self._constants: dict[int, torch.Tensor] = {}
-        if not driver.IN_ORDER:
-            start_watch(self)
+        start_watch(self)
 
     @property
     def group(self) -> ProcessGroup:
@@ -243,7 +242,7 @@ class GroupMemory:
             PeerTimeout: The call is over, not only enqueued, and a wait of it ran out.
         """
         driver.record_event(self.last_captured if self.capture else self.last, stream)
-        if driver.IN_ORDER and (error := error_in(self, self.status.tolist())) is not None:
+        if driver.IN_ORDER and (error := self.error or error_in(self, self.status.tolist())) is not None:
             self.fail(error)
             raise error
 
@@ -464,6 +463,21 @@ class GroupMemory:
     def is_in_a_call(self) -> bool:
         """True while a call of this rank is under way that no graph has captured."""
         return not (driver.is_over(self.last) and driver.is_over(self.flown))
+
+    def leave(self, error: Exception) -> None:
+        """Fail, though all calls were right: this rank will make none any more. The peers are told."""
+        self.fail(error)
+        self.calls.tell_failure(self.rank, str(self.failure))  # now: this process may end before its watch tells them
+        if driver.IN_ORDER:
+            for peer in range(self.world):
+                driver.copy(self.failed.at(peer, self.rank), self.one, _WORD, self.stream)
+
+    def is_awaited(self) -> bool:
+        """Whether a peer has come to a call to which this rank has not. Ends what this rank has enqueued."""
+        if driver.capturing():
+            return False
+        driver.synchronize(self.device)
+        return bool(self.free_words.any()) or bool(self.peers_ahead())
 
     def may_be_in_a_call(self) -> bool:
         """True while a call of this rank is under way, and once a graph was captured, whose calls are not known."""

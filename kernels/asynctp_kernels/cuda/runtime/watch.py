@@ -29,7 +29,8 @@ for theirs. So ranks go step by step, and say to all when they have done one:
     HAS_ENDED    all have failed; waits for data are over, and nobody waits for any now
     IS_QUIET     all have ended those, and ranks before this one are quiet; waits for others to come are over, too
 
-In Triton's interpreter waits raise themselves (`interpreted.StreamWaitOver`), and `error_of` says what that means.
+In Triton's interpreter waits raise themselves (`interpreted.StreamWaitOver`), and `error_of` says what that means. The
+thread hears there of peers that make no calls any more (`GroupMemory.leave`), and ends this rank's waits for them.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ ENDS_S = 15.0  # after which a rank that has failed takes all steps, though a pe
 STEP_S = 0.25  # without the end of a wait or a call, after which a step is done
 EXIT_S = 2.0  # for which the end of the process waits for a thread
 HAS_FAILED, HAS_ENDED, IS_QUIET = 1, 2, 3
+LEFT = -1  # in the interpreter, of FREE: no call any more
 THE_CALL = "the same call"  # awaited of a rank that does not come to it
 
 
@@ -141,9 +143,11 @@ def unlike(memory: GroupMemory, peer: int, own: int, theirs: int, other: GroupMe
     return UnlikeCalls(memory.rank, texts[0], peer, texts[1], forms)
 
 
-def error_of(memory: GroupMemory, found: Any) -> SymmetricMemoryError | PeerTimeout:
+def error_of(memory: GroupMemory, found: Any) -> Exception:
     """The error of a stream's wait that ended without its word: an `interpreted.StreamWaitOver`."""
     wait = found.wait
+    if memory.error is not None:  # the thread has heard of it
+        return memory.error
     if not wait.exactly:
         return late(memory, wait.peer, 0, f"chunk {wait.chunk}")
     return _missing(memory, wait.peer, wait.value, found.found)
@@ -244,7 +248,8 @@ class Watch:
         if told and now - self._since >= TOLD_S:
             return SymmetricMemoryError(f"rank {told[0]} has failed: {memory.calls.failure_of(told[0])}")
         if look.gone and look.busy and now - self._since >= TOLD_S:
-            return SymmetricMemoryError(f"the process of rank {min(look.gone)} has ended")
+            gone = min(look.gone)
+            return SymmetricMemoryError(f"the process of rank {gone} has ended: {memory.calls.failure_of(gone)}")
         return None
 
     def _differing(self, look: Look) -> list[tuple[int, int, int]]:
@@ -356,7 +361,7 @@ def _end_watches() -> None:
 def _run(reference: weakref.ref[GroupMemory]) -> None:
     while not _exiting.is_set():  # a rank that has failed still has to say so, and to end its waits
         try:
-            _watch(reference)
+            (_hear if driver.IN_ORDER else _watch)(reference)
             return
         except Exception as error:
             memory = reference()
@@ -389,6 +394,23 @@ def _watch(reference: weakref.ref[GroupMemory]) -> None:
         pause = LOOK_S if memory.failure is None else ENDING_S
         memory = None
         _exiting.wait(pause)
+        memory = reference()
+
+
+def _hear(reference: weakref.ref[GroupMemory]) -> None:
+    memory = reference()
+    if memory is None:
+        return
+    watch, others = Watch(memory), [peer for peer in range(memory.world) if peer != memory.rank]
+    while memory is not None and not memory.released and not _exiting.is_set():
+        told = {peer: int(memory.told_words[peer]) for peer in others}
+        look = Look(0, 0, (memory.made,), {}, {}, told, [0, -1, 0])
+        if memory.failure is None and (error := watch.judge(look, time.monotonic())) is not None:
+            memory.fail(error)
+            memory.status[0] = FAILED
+            memory.free_words[[peer for peer in others if told[peer]]] = LEFT
+        memory = None
+        _exiting.wait(LOOK_S)
         memory = reference()
 
 

@@ -1,0 +1,108 @@
+"""A rank on which torch gives a function up that asynctp has compiled: it says so and raises, unless all ranks do so.
+
+Its collectives would go by torch, while its peers wait in their graphs, on the group's own wire or with what they have
+agreed to send otherwise. All ranks may leave alike, as under a stance that the program sets everywhere: so each rank
+that leaves says so in the store of the graph's groups, and waits for the others. It waits in vain where one of them has
+come to a call on the wire, or does not say so in time. One record for each call of the function holds what becomes of
+it, and who writes it first decides: no rank goes on while another one raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from asynctp_passes import compat, ops
+from asynctp_passes.config import Config
+from asynctp_passes.errors import DisagreementError
+from asynctp_passes.ops import run_check
+from asynctp_passes.planning.legality import is_on_wire
+from asynctp_passes.reporting.report import Report
+
+__all__ = ["note"]
+
+log = logging.getLogger(__name__)
+
+TOGETHER_S = 10.0
+"""Seconds for which a rank that leaves waits for the others to leave, too."""
+_PAUSE_S = 0.02
+_TOGETHER, _ALONE = "together", "alone"
+_times: Counter[tuple[str, str]] = Counter()  # by group and place in its store: how often a function was given up
+
+
+def note(report: Report, config: Config) -> None:
+    """Note a graph that is compiled or came from a cache, should Dynamo give up the function that it is of."""
+    dims = compat.mesh_dimensions()
+    groups = (one.group for one in report.questions if is_on_wire(one.group, dims.get(one.group, ""), config))
+    compat.note_groups(groups, given_up=_leave, failed=_told)
+
+
+def _waits(peers: compat.Peers) -> bool:
+    """Whether the peers of a group wait for this rank, if it runs without its graph: on the wire, or to compare."""
+    return _has_wire(len(peers.ranks)) or run_check.has_begun(peers.group)
+
+
+def _has_wire(world_size: int) -> bool:
+    return not ops.compares_calls(world_size)[0] if compat.uses_gpus() else ops.on_wire("cpu")
+
+
+def _leave(given_up: compat.GivenUp) -> None:
+    """Return if all ranks leave; else tell the peers, and raise.
+
+    Raises:
+        DisagreementError: A rank stays in its graph.
+    """
+    if (error := _told(given_up)) is not None:
+        raise error
+
+
+def _told(given_up: compat.GivenUp) -> DisagreementError | None:
+    """The error of a rank that leaves alone, of which the peers are told; None if all ranks leave."""
+    found = ((name, compat.peers_of(name)) for name in sorted(given_up.groups))
+    groups = [(name, peers) for name, peers in found if peers is not None and _waits(peers)]
+    if all(_all_leave(given_up, name, peers) for name, peers in groups):
+        return None
+    error = _error(given_up)
+    for name, _ in groups:
+        ops.leave(name, error)
+    return error
+
+
+def _error(given_up: compat.GivenUp) -> DisagreementError:
+    groups = ", ".join(map(repr, sorted(given_up.groups)))
+    return DisagreementError(
+        f"asynctp: rank {torch.distributed.get_rank()} leaves the compiled graph of {given_up.name}, since "
+        f"{given_up.reason}. Its collectives would go by torch, while other ranks of group {groups} stay in theirs. "
+        f"Restart all ranks. Remedy: {given_up.remedy}"
+    )
+
+
+def _all_leave(given_up: compat.GivenUp, group: str, peers: compat.Peers) -> bool:
+    if peers.life is None:
+        return False
+    place = f"asynctp/leaves/{peers.life}/{given_up.name}"
+    _times[group, place] += 1
+    try:
+        return _outcome(given_up.groups, peers, f"{place}/{_times[group, place]}") == _TOGETHER
+    except RuntimeError as error:  # the store is gone
+        log.warning("asynctp: the store of group %r does not answer (%s)", group, error)
+        return False
+
+
+def _outcome(groups: Iterable[str], peers: compat.Peers, prefix: str) -> str:
+    record, said = f"{prefix}/outcome", [f"{prefix}/{rank}" for rank in peers.ranks]
+    peers.store.set(f"{prefix}/{peers.rank}", "1")
+    until = time.monotonic() + TOGETHER_S
+    while not peers.store.check([record]):
+        over = time.monotonic() > until or any(map(ops.is_awaited, groups))  # first: who has said so waits nowhere
+        if peers.store.check(said):
+            peers.store.compare_set(record, "", _TOGETHER)
+        elif over:
+            peers.store.compare_set(record, "", _ALONE)
+        else:
+            time.sleep(_PAUSE_S)
+    return str(peers.store.get(record).decode())

@@ -1,0 +1,242 @@
+"""A rank on which Dynamo gives a compiled function up raises at once and its peers name it, unless all ranks leave."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_gather_tensor_autograd,
+    all_reduce,
+    reduce_scatter_tensor,
+    reduce_scatter_tensor_autograd,
+)
+
+from asynctp_passes import leaving
+
+OPTIONS: dict[str, Any] = {"strict": "off", "log": False, "fallback_by_default": True}
+SOON_S = 12.0
+"""By then every rank has raised: a watch takes a peer's word after 5 s."""
+
+
+def layer(x: Tensor, w: Tensor, tag: str) -> Tensor:
+    gathered = all_gather_tensor(x, 0, dist.group.WORLD) @ w
+    if tag == "never":
+        gathered = gathered + 1
+    return reduce_scatter_tensor(gathered.relu() @ w, "sum", 0, dist.group.WORLD)
+
+
+def trained(x: Tensor, w: Tensor, tag: str) -> Tensor:
+    gathered = all_gather_tensor_autograd(x, 0, dist.group.WORLD) @ w
+    if tag == "never":
+        gathered = gathered + 1
+    return reduce_scatter_tensor_autograd(gathered.relu() @ w, "sum", 0, dist.group.WORLD)
+
+
+def broken(x: Tensor, w: Tensor, tag: str) -> Tensor:
+    """The function in the program has no collective in a graph of its own: they are in the rest after a graph break."""
+    if tag == "never":
+        x = x + 1
+    torch._dynamo.graph_break()
+    return layer(x, w, "x")
+
+
+def local(x: Tensor, w: Tensor, tag: str) -> Tensor:
+    return (x + 1 if tag == "never" else x) @ w
+
+
+def sums(x: Tensor, w: Tensor, tag: str) -> Tensor:
+    """Of these two reductions asynctp makes one, if all ranks do."""
+    group = dist.group.WORLD
+    return all_reduce(x @ w, "sum", group) + all_reduce((x + (2 if tag == "never" else 1)) @ w, "sum", group)
+
+
+@dataclass
+class Ended:
+    """How the calls of one rank ended: values that are right, then the error, if any, and the seconds until it."""
+
+    right: list[bool]
+    error: str = ""
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+def calls(
+    function: Callable[..., Tensor],
+    tags: list[str],
+    within: Callable[[int], contextlib.AbstractContextManager[Any]] = lambda step: nothing(),
+    count: int | None = None,
+    **compiled: Any,
+) -> Ended:
+    """Call a function once for each tag as it is, and then compiled, until an error.
+
+    within: In what each compiled call runs, by number. count: Of the compiled calls, if there is none for each tag.
+    """
+    torch.manual_seed(dist.get_rank())
+    step_function = torch.compile(function, backend="asynctp", options=OPTIONS, **compiled)
+    w, trains = torch.randn(32, 32), function is trained
+    inputs = [torch.randn(16, 32, requires_grad=trains) for _ in tags]
+    ended = Ended([])
+
+    def values(of: Callable[..., Tensor], x: Tensor, tag: str) -> Tensor:
+        return torch.autograd.grad(of(x, w, tag).square().sum(), x)[0] if trains else of(x, w, tag)
+
+    expected = [values(function, x, tag) for x, tag in zip(inputs, tags, strict=True)]
+    for step, (x, tag, value) in enumerate(zip(inputs[:count], tags[:count], expected[:count], strict=True)):
+        begun = time.monotonic()
+        try:
+            with within(step):
+                ended.right.append(torch.allclose(values(step_function, x, tag), value, atol=1e-3))
+        except Exception as raised:
+            return Ended(ended.right, f"{type(raised).__name__}: {raised}", time.monotonic() - begun)
+    return ended
+
+
+def tags_of(rank: int, alone: bool, count: int = 6) -> list[str]:
+    """A new tag with each call, on rank 0 alone or on all ranks."""
+    return [f"step {step}" if rank == 0 or not alone else "x" for step in range(count)]
+
+
+def at_limit(rank: int, _: int, name: str, alone: bool, limit: int) -> Ended:
+    torch._dynamo.config.recompile_limit = limit
+    return calls(globals()[name], tags_of(rank, alone))
+
+
+def at_limit_of_all_forms(rank: int, _: int) -> Ended:
+    torch._dynamo.config.accumulated_recompile_limit = 2
+    return calls(functools.partial(layer), tags_of(rank, True))
+
+
+def at_limit_of_whole_graphs(rank: int, _: int) -> Ended:
+    torch._dynamo.config.recompile_limit = 3
+    return calls(layer, tags_of(rank, True), fullgraph=True)
+
+
+def under_stance(rank: int, _: int, stance: str, alone: bool) -> Ended:
+    """Two calls in the graph, then two of a rank or of all under a stance, the last of which no graph fits."""
+
+    def within(step: int) -> Any:
+        return torch.compiler.set_stance(stance) if step > 1 and (rank == 0 or not alone) else nothing()
+
+    return calls(layer, ["x", "x", "x", "y" if rank == 0 or not alone else "x"], within)
+
+
+def skipped(rank: int, _: int) -> Ended:
+    """Dynamo is switched off in rank 0's last call, which needs another graph."""
+
+    def within(step: int) -> Any:
+        return torch._dynamo.config.patch(disable=True) if rank == 0 and step == 1 else nothing()
+
+    return calls(layer, ["x", "y" if rank == 0 else "x"], within)
+
+
+def left_alone_with_sums(rank: int, _: int) -> Ended:
+    """Rank 0 leaves a graph that sends something else than the program. The others are not in its last call."""
+    torch._dynamo.config.recompile_limit, leaving.TOGETHER_S = 2, 3.0
+    return calls(sums, ["a", "b", "never"], count=3 if rank == 0 else 2)
+
+
+@pytest.fixture
+def on_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks run what GPUs run."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("ASYNCTP_CPU_IMPLEMENTATION", "interpreted")
+    monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "60")
+
+
+def check_left(ended: list[Ended], rights: int, *parts: str, kind: str = "DisagreementError: asynctp") -> None:
+    """All ranks are right until rank 0 leaves, which names the parts; the others name it with them."""
+    first, *others = ended
+    assert first.error.startswith(kind), first
+    assert first.seconds < SOON_S
+    for one in others:
+        assert one.error.startswith("SymmetricMemoryError: rank 0 has failed: DisagreementError: asynctp: rank 0"), one
+        assert one.seconds < SOON_S
+        assert all(part in one.error for part in parts), one.error
+    if kind.startswith("Disagreement"):
+        assert all(part in first.error for part in parts), first.error
+    assert all(one.right == [True] * rights for one in ended), ended
+
+
+def check_right(ended: list[Ended]) -> None:
+    assert all(one.error == "" and one.right and all(one.right) for one in ended), ended
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["layer", "trained", "broken"])
+def test_one_rank_reaches_the_recompile_limit(on_wire: None, name: str) -> None:
+    ended = run_ranks(2, at_limit, name, True, 3)
+    check_left(
+        ended, 3, "torch._dynamo.config.recompile_limit=3 is reached", f":{name}:", "Remedy: raise torch._dynamo"
+    )
+
+
+@pytest.mark.ranks
+def test_the_limit_and_the_function_are_named_that_the_user_knows(on_wire: None) -> None:
+    ended = run_ranks(2, at_limit_of_all_forms)
+    check_left(ended, 2, "torch._dynamo.config.accumulated_recompile_limit=2 is reached", ":layer:")
+
+
+@pytest.mark.ranks
+def test_of_three_ranks_the_others_name_the_one_that_left(on_wire: None) -> None:
+    check_left(run_ranks(3, at_limit, "layer", True, 2), 2, "recompile_limit=2 is reached")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "alone", "limit"),
+    [("layer", True, 8), ("layer", False, 3), ("broken", False, 3), ("trained", False, 3), ("local", True, 3)],
+    ids=["with the limit raised", "together", "a broken one together", "a trained one together", "nothing is sent"],
+)
+def test_values_come_where_no_rank_leaves_alone(on_wire: None, name: str, alone: bool, limit: int) -> None:
+    check_right(run_ranks(2, at_limit, name, alone, limit))
+
+
+@pytest.mark.ranks
+def test_where_torch_raises_at_the_limit_the_peers_know(on_wire: None) -> None:
+    ended = run_ranks(2, at_limit_of_whole_graphs)
+    check_left(ended, 3, "recompile_limit=3 is reached", kind="FailOnRecompileLimitHit")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("stance", "rights"), [("force_eager", 2), ("eager_on_recompile", 3)])
+def test_a_stance_of_one_rank(on_wire: None, stance: str, rights: int) -> None:
+    ended = run_ranks(2, under_stance, stance, True)
+    check_left(ended, rights, f"set_stance('{stance}') is in force", "set one stance on every rank")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
+def test_a_stance_of_all_ranks(on_wire: None, stance: str) -> None:
+    check_right(run_ranks(2, under_stance, stance, False))
+
+
+@pytest.mark.ranks
+def test_a_frame_that_is_skipped_on_one_rank(on_wire: None) -> None:
+    check_left(run_ranks(2, skipped), 1, "Dynamo skips it", "compiled on every rank, or on none")
+
+
+@pytest.mark.ranks
+def test_collectives_that_go_by_torch_are_left_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a graph sends something else than the program does."""
+    check_right(run_ranks(2, at_limit, "layer", True, 3))
+    check_right(run_ranks(2, at_limit, "sums", False, 3))
+    first, second = run_ranks(2, left_alone_with_sums)
+    assert "recompile_limit=2 is reached" in first.error
+    assert first.right == second.right == [True] * 2
+    assert second.error == ""
