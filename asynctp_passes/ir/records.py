@@ -47,6 +47,7 @@ class Question:
         deviations: Texts of `planning.deviations.Words`, sorted, as `"sum: all_reduce(sum) in place of
             1 * 0 + 1 * 1"`: numbers are places among the group's collectives. All ranks do all of them, or none.
         keeps: The gathers whose result this rank keeps: each is a question of its own.
+        can_keep: Others that it could keep, too: it does so where all ranks have agreed on it before.
         joint: What the group was asked about the graph of the forward and its backward, and about its two halves.
         done: The ranks' answer: the graph has the deviations.
         kept: The gathers that all ranks keep.
@@ -57,6 +58,7 @@ class Question:
     communicates: str
     deviations: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
+    can_keep: tuple[str, ...] = ()
     joint: tuple[Question, ...] = ()
     done: bool = False
     kept: tuple[str, ...] = ()
@@ -64,7 +66,9 @@ class Question:
     def with_answer(self, answer: Answer) -> Question:
         """The question with its answer."""
         done = bool(self.deviations) and answer.agreed.issuperset(self.deviations)
-        return replace(self, done=done, kept=tuple(text for text in self.keeps if text in answer.agreed))
+        return replace(
+            self, done=done, kept=tuple(text for text in (*self.keeps, *self.can_keep) if text in answer.agreed)
+        )
 
 
 @dataclass(frozen=True)

@@ -145,15 +145,24 @@ class Plan:
         """The decisions of collectives that run beside matmuls."""
         return [decision for decision in self.decisions if decision.overlaps_with]
 
-    @property
+    @functools.cached_property
+    def used(self) -> dict[fx.Node, bool]:
+        """For each gather on asynctp's wire whether its result is used, beside matmuls or without."""
+        found = {one.collective: one.returned is not None for one in self.fused_gathers}
+        found |= dict.fromkeys([*self.alone, *(one.candidate.collective for one in self.overlapped)], True)
+        return {one.node: is_used for one, is_used in found.items() if one.kind == "all_gather" and on_wire(one)}
+
+    @functools.cached_property
     def kept(self) -> list[Collective]:
-        """Gathers on asynctp's wire whose result all ranks use, beside matmuls or without. All ranks pull them."""
-        found = [one.collective for one in self.fused_gathers if one.returned is not None]
-        found += [one for one in self.alone if one.kind == "all_gather"]
-        found += [one.candidate.collective for one in self.overlapped]
-        found = [one for one in found if one.kind == "all_gather" and on_wire(one)]
-        refused = self.context.refused
-        return [one for one in found if refused(one.group_key, self.context.words.of_kept(one)) is None]
+        """Gathers on asynctp's wire whose result is used, on this rank or by its peers. All ranks pull them."""
+        found = [one.collective for one in self.candidates if one.collective.node in self.used]
+        answers, words = self.context.answers, self.context.words
+
+        def is_kept(one: Collective) -> bool:
+            answer = answers.get(one.group_key)
+            return self.used[one.node] if answer is None else words.of_kept(one) in answer.agreed
+
+        return [one for one in found if is_kept(one)]
 
     @property
     def dropped(self) -> list[Collective]:
@@ -190,15 +199,15 @@ def _bucket_refused(bucket: Bucket, context: Context) -> str | None:
 
 
 def without_refused(plan: Plan, answers: Answers) -> Plan:
-    """The plan without the deviations that a rank does not do; the same plan where all ranks do all of them.
+    """The plan with what the ranks do: without the deviations that one of them does not do.
 
     Args:
         plan: The plan that the ranks were asked about.
         answers: What they said.
     """
+    context = dataclasses.replace(plan.context, answers=answers)
     if not any(answer.refused for answer in answers.values()):
-        return plan
-    context = plan.context
+        return dataclasses.replace(plan, context=context)
     again = planned(context.graph, context.config, answers)
     agreed = {(group, text) for group, answer in answers.items() for text in answer.agreed}
     made, left = (set(deviations_of(one.decisions, context.words)) & agreed for one in (plan, again))
@@ -214,12 +223,14 @@ def questions_of(plan: Plan) -> list[Question]:
     words, graph = plan.context.words, plan.context.graph
     texts: dict[str, list[str]] = {}
     keeps: dict[str, list[str]] = {}
+    could: dict[str, list[str]] = {}
     for group, text in deviations_of(plan.decisions, words):
         texts.setdefault(group, []).append(text)
     for bucket in plan.buckets:
         texts.setdefault(bucket.collective.group_key, []).append(words.of_bucket(bucket))
-    for gather in plan.kept:
-        keeps.setdefault(gather.group_key, []).append(words.of_kept(gather))
+    for gather in (one.collective for one in plan.candidates if one.collective.node in plan.used):
+        told = keeps if plan.used[gather.node] else could
+        told.setdefault(gather.group_key, []).append(words.of_kept(gather))
     communicates, joint = communicated(one.collective for one in plan.candidates), joint_questions(graph)
 
     def sorted_texts(told: Mapping[str, list[str]], group: str) -> tuple[str, ...]:
@@ -232,6 +243,7 @@ def questions_of(plan: Plan) -> list[Question]:
             key,
             deviations=sorted_texts(texts, group),
             keeps=sorted_texts(keeps, group),
+            can_keep=sorted_texts(could, group),
             joint=joint.get(group, ()),
         )
         for group, key in communicates.items()

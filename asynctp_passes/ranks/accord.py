@@ -14,11 +14,12 @@ docs/internals/accord.md says what is guaranteed.
 Keys in the store of the group, below `asynctp/<life>/<function>/<phase>`:
 
     forms/<rank>       the distinct forms of the function that a rank has compiled, in order: lists of digests
-    <digest>/has       how many ranks have posted it
     <digest>/told      what it is a digest of
+    <digest>/has       how many ranks have posted it
     <digest>/outcome   "yes", or "no" and why
 
-and `asynctp/accords/<accord>`, which errors of unlike calls quote.
+The last two of a gather that is kept, and the yes of other digests, are also below `asynctp/<life>`, for all functions.
+Errors of unlike calls quote `asynctp/accords/<accord>`.
 """
 
 from __future__ import annotations
@@ -194,6 +195,7 @@ class _Board:
         function = compat.compiled_function()
         self.function = f"a graph with {question.communicates}" if function is None else function.base
         self._at = f"asynctp/{peers.life}/{self.function}/{question.phase}"
+        self._for_all = f"asynctp/{peers.life}"
         self._refuses = _refuses(peers, config)
         asked = [question.deviations, *((text,) for text in question.keeps)] if not self._refuses else [()]
         provenance = _provenance(config)
@@ -221,14 +223,19 @@ class _Board:
             if is_new:
                 forms.append(self._form)
             self._index = forms.index(self._form)
-            places = {digest: f"{self._at}/{digest}" for digest in self.items}
+            places = {digest: self._place(digest) for digest in self.items}
             new = [digest for digest, place in places.items() if place not in self._said.digests]
             self._said.digests.update(places.values())
         self.told = list(self.question.deviations) if self.items else []
         if is_new:
             self._store.set(f"{self._at}/forms/{self._peers.rank}", json.dumps(forms))
         for digest in new:
-            self._store.add(f"{self._at}/{digest}/has", 1)
+            self._store.add(f"{self._place(digest)}/has", 1)
+
+    def _place(self, digest: str) -> str:
+        """The place of a digest. That of a gather is for all functions: a rank that need not keep it can do so."""
+        is_own = digest == self._form[0]
+        return f"{self._at if is_own else self._for_all}/{digest}"
 
     def _tell(self, digest: str, texts: Sequence[str]) -> None:
         told = {"texts": texts, "with": self._provenance, "communicates": self.question.communicates}
@@ -249,7 +256,7 @@ class _Board:
 
     def _outcome(self, digest: str) -> str | None:
         """The outcome, if there is one by now; this rank writes it down if it is the first to know."""
-        store, place = self._store, f"{self._at}/{digest}"
+        store, place = self._store, self._place(digest)
         if store.check([f"{place}/outcome"]):
             return str(store.get(f"{place}/outcome").decode())
         if store.add(f"{place}/has", 0) >= len(self._peers.ranks):
@@ -263,12 +270,18 @@ class _Board:
 
     def _decide(self, digest: str, outcome: str) -> str:
         """Write an outcome down, unless there is one; what holds."""
-        return str(self._store.compare_set(f"{self._at}/{digest}/outcome", "", outcome).decode())
+        decided = str(self._store.compare_set(f"{self._place(digest)}/outcome", "", outcome).decode())
+        if decided == _YES:
+            self._store.set(f"{self._for_all}/{digest}/agreed", "")
+        return decided
 
     def give_up(self) -> None:
         """Refuse what is not known yet, for want of answers."""
         for digest in [digest for digest in self.items if digest not in self.outcomes]:
             missing, text = self.missing(digest), "; ".join(self.items[digest])
+            if self._store.check([f"{self._for_all}/{digest}/agreed"]) and not any(map(self._forms_of, missing)):
+                self.outcomes[digest] = self._decide(digest, _YES)  # they run another function, in which all do it
+                continue
             why = f"{ranks_named(missing)} compiled nothing like it within {self._passed:.1f} s: {text}"
             outcome = self.outcomes[digest] = self._decide(digest, _NO + why)
             if outcome != _YES and not self._said.late.issuperset(missing):
@@ -333,7 +346,7 @@ class _Board:
 
         is_alike: The other ranks have the answer too, or will before they run anything.
         """
-        agreed, refused = set[str](), dict[str, str]()
+        agreed, refused = self._followed(), dict[str, str]()
         for digest, texts in self.items.items():
             outcome = self.outcomes.get(digest, f"{_NO}it is not known yet")
             if outcome == _YES:
@@ -347,6 +360,13 @@ class _Board:
         if accord and is_alike:
             run_check.begin(self._peers.group)
         return Answer(frozenset(agreed), refused, accord)
+
+    def _followed(self) -> set[str]:
+        """The gathers that all ranks keep in graphs with the same collectives, and that this one need not keep."""
+        with contextlib.suppress(RuntimeError, OSError):
+            texts = {self._digest((text,), self._provenance): text for text in self.question.can_keep}
+            return {text for digest, text in texts.items() if self._store.check([f"{self._for_all}/{digest}/agreed"])}
+        return set()
 
     def _accord(self, agreed: set[str]) -> int:
         """The hash of all that the ranks agreed on for this graph; errors of unlike calls quote what that is."""

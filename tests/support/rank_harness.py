@@ -37,6 +37,7 @@ _SETTINGS = {
 for _name, _value in _SETTINGS.items():  # before torch is imported
     os.environ.setdefault(_name, _value)
 
+import asynctp_kernels  # noqa: E402
 import torch  # noqa: E402
 import torch._inductor.config  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -45,7 +46,7 @@ from torch import Tensor  # noqa: E402
 
 import asynctp_passes  # noqa: E402
 
-__all__ = ["Complaint", "fused", "none_missed", "run"]
+__all__ = ["Complaint", "all_raise", "fused", "none_missed", "run"]
 
 PEERS_S = 30
 """Seconds that a plain collective waits for a peer."""
@@ -59,6 +60,30 @@ Judge = Callable[[list[asynctp_passes.Remark]], str]
 
 class Complaint(Exception):
     """Raised by a program that judges for itself what was reported; its text is the verdict."""
+
+
+def all_raise(call: Callable[[], object], part: str, seconds: float = 40) -> None:
+    """Complain unless a call of a compiled function raises on every rank, soon, with an error that names this part.
+
+    Eager it is not made: its collectives are of the ranks that run it.
+    """
+    if _eager:
+        return
+    raised, begun = "", time.monotonic()
+    try:
+        call()
+    except (asynctp_passes.DisagreementError, asynctp_kernels.SymmetricMemoryError) as error:
+        raised = str(error)
+    took, errors = time.monotonic() - begun, [""] * dist.get_world_size()
+    dist.all_gather_object(errors, raised)
+    if not all(part in one for one in errors):
+        raise Complaint(f"CRASH not all ranks raise an error that names {part!r}: {errors}")
+    if took > seconds * PATIENCE:
+        raise Complaint(f"HANG an error after {took:.0f} s")
+
+
+_eager: list[bool] = []
+"""Not empty while the program runs eager."""
 
 
 def fused(count: int = 1) -> Judge:
@@ -183,7 +208,9 @@ def _hand_in(folder: pathlib.Path, rank: int, ranks: int, verdict: str) -> None:
 
 def _verdict(program: Callable[[Compile], list[Tensor]], compiled: Compile, complain: bool, heard: _Heard) -> str:
     try:
+        _eager.append(True)
         want = program(lambda function, **kwargs: function)
+        _eager.clear()
         dist.barrier()
     except Exception as error:
         return f"CRASH eager: {type(error).__name__}: {_short(error)}"

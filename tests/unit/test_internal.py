@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from asynctp_passes.agreement import ledgers, vote
 from dumps import CORPUS, load
 from graph_builder import GraphBuilder, aten, snapshot
 from passes import run_pass
@@ -32,7 +33,6 @@ from asynctp_passes import (
     pipeline,
     run,
 )
-from asynctp_passes.agreement import ledgers, vote
 from asynctp_passes.compat import GraphRecord
 from asynctp_passes.ir.records import Ballot
 from asynctp_passes.planning import plan

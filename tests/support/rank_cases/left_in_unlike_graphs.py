@@ -1,7 +1,7 @@
-"""All ranks agree on a sum. Rank 0 alone breaks its graph then, so that all leave the sum; and then all break alike."""
+"""All ranks agree on a sum. Rank 0 alone breaks its graph then: all raise. And then all break alike."""
 
 import torch
-from rank_harness import Compile, run
+from rank_harness import Compile, all_raise, run
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
 
@@ -16,12 +16,9 @@ def program(rank: int, ranks: int, compiled: Compile) -> list[Tensor]:
     function = compiled(summed, dynamic=False)
     x, w = torch.randn(8, 16) + rank, torch.randn(16, 16) / 16
     with torch.no_grad():
-        return [
-            function(x, w, False),
-            function(x[:6], w, rank == 0),
-            function(x[:4], w, True),
-            function(x[:2], w, True),
-        ]
+        whole = function(x, w, False)
+        all_raise(lambda: function(x[:6], w, rank == 0), "left_in_unlike_graphs.py:summed:")
+        return [whole, function(x[:4], w, True), function(x[:2], w, True)]
 
 
 if __name__ == "__main__":

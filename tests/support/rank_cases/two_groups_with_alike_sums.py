@@ -1,13 +1,13 @@
 """Two groups have the same collectives, so that keys in their stores are the same. Ranks agree on a sum in each.
 
-One rank compiles alone, all compile anew, and one looks at a part of the sum of one group.
+One rank compiles alone, all compile anew, and one looks at a part of the sum of one group: all raise there.
 """
 
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from rank_harness import PATIENCE, Compile, run
+from rank_harness import PATIENCE, Compile, all_raise, run
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
 
@@ -32,7 +32,8 @@ def program(rank: int, ranks: int, compiled: Compile) -> list[Tensor]:
             results += function(x, w, "abc", None)
             results += function(x, w, "abcd" if rank == 0 else "abc", None)
             results += function(x[:4], w, "abc", None)
-            results += function(x[:2], w, "abc", look if rank == 0 else None)
+            seen = look if rank == 0 else None
+            all_raise(lambda: function(x[:2], w, "abc", seen), "two_groups_with_alike_sums.py:summed:")  # noqa: B023
             torch._dynamo.reset()
     return results
 
