@@ -47,7 +47,7 @@ _lock = threading.Lock()  # ranks may be threads of one process
 
 @dataclass
 class _Runs:
-    """What this rank has run in a group.
+    """This rank's runs in a group.
 
     Attributes:
         count: Collectives of the program that were made by compiled graphs since all ranks know that they deviate.

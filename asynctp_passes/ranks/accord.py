@@ -150,7 +150,7 @@ def _tell_of_store(error: Exception, asked: Sequence[_Board]) -> None:
 # --- what this rank has said ------------------------------------------------------------------------------------
 @dataclass
 class _Said:
-    """What this rank has posted in one process group.
+    """This rank's posts in one process group.
 
     Attributes:
         forms: The forms of a function and phase, each once, by their place in the store.
@@ -329,7 +329,7 @@ class _Board:
         self.outcomes = dict.fromkeys(self.items, f"{_NO}{reason}")
 
     def answer(self, is_alike: bool) -> Answer:
-        """What is known now. What is not known is refused.
+        """The answer as far as it is known now. What is not known is refused.
 
         is_alike: The other ranks have the answer too, or will before they run anything.
         """
