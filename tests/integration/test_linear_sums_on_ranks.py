@@ -40,7 +40,7 @@ def around_a_late_gather(rank: int, group: Any, a: Tensor, w: Tensor, x: Tensor,
 
 
 def summed_around_a_late_gather(rank: int, world_size: int) -> tuple[bool, set[str], bool, int]:
-    """Whether the results are eager's, the kinds of deviations, whether they are done, and how many chains are fused."""
+    """Whether the results are eager's, the kinds of deviations, whether they are done, and how many chains are."""
     torch._inductor.config.fallback_by_default = True  # minutes of the C++ compiler
     torch.manual_seed(rank)
     values = [torch.randn(8, 8), torch.randn(8, 8), torch.randn(4, 8), torch.randn(8)]

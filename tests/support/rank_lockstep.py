@@ -86,9 +86,9 @@ class Setting:
 
     Attributes:
         own_transport: Collectives go by asynctp's, as on GPUs; else by torch's.
-        apart: Each rank has a form of the program that all ranks have compiled and agreed on, and others may run another
-            form. Then an error is right where the accords of ranks that meet are unlike, or what they keep: at the call,
-            or when the timeout of the group is over. Nothing else that is wrong is.
+        apart: Each rank has a form of the program that all ranks have compiled and agreed on; others may run another.
+            Then an error is right where ranks that meet have unlike accords, or keep unlike gathers: at the call, or
+            when the timeout of the group is over. Nothing else that is wrong is.
         refusing: A seed for questions whose answer is no, though all ranks ask alike. None: there are none.
     """
 
