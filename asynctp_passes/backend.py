@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, joint_pass, leaving, ops, partition_pass, pipeline
+from asynctp_passes import compat, joint_pass, ops, partition_pass, pipeline
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
 from asynctp_passes.ir import registry
+from asynctp_passes.ranks import leaving
 from asynctp_passes.ranks.accord import ask
 from asynctp_passes.reporting import files, graph_page
 from asynctp_passes.reporting.across import Border, forget

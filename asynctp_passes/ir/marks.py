@@ -1,4 +1,4 @@
-"""What is noted in the `meta` of nodes, from the joint graph of a forward and its backward on to the graphs of both."""
+"""Notes in the `meta` of nodes, from the joint graph of a forward and its backward on to the graphs of both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def note_joint(graph: fx.Graph, asked: Mapping[str, Question]) -> None:
 
 
 def joint_questions(graph: fx.Graph) -> dict[str, tuple[Question, ...]]:
-    """What was noted of a graph, by group."""
+    """Read what was noted of a graph, by group."""
     found: dict[str, dict[Question, None]] = {}
     for node in communications(graph.nodes):
         for group, asked in node.meta.get(_JOINT, {}).items():

@@ -38,7 +38,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Question:
-    """What a group's ranks are asked about a graph: whether all of them deviate alike (`ranks.accord`).
+    """A question to a group's ranks about a graph: whether all of them deviate alike (`ranks.accord`).
 
     Attributes:
         group: Name of the process group.
@@ -73,7 +73,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What all ranks of a group do.
+    """The deviations that all ranks of a group do.
 
     Attributes:
         agreed: The texts of the deviations and of the gathers that are kept, of those that were asked about.

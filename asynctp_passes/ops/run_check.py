@@ -47,7 +47,7 @@ _lock = threading.Lock()  # ranks may be threads of one process
 
 @dataclass
 class _Runs:
-    """What this rank has run in a group since all ranks know that they deviate.
+    """This rank's runs in a group.
 
     Attributes:
         made: Collectives of the program that compiled graphs made.

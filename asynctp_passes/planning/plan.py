@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from asynctp_passes import reasons
+from asynctp_passes import compat, reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
@@ -72,10 +72,10 @@ class Plan:
     def checked(self) -> dict[str, list[Collective]]:
         """By group, the collectives before which ranks compare what they run (`ops.run_check`): of those on CPUs.
 
-        On GPUs unlike calls are found in symmetric memory, and the host waits for nobody.
+        On GPUs unlike calls are found in symmetric memory, and the host waits for nobody. Only compiled graphs check.
         """
         found: dict[str, list[Collective]] = {}
-        for one in (one.collective for one in self.candidates):
+        for one in (one.collective for one in self.candidates if compat.is_compiled(self.context.graph)):
             if one.group_key in self.wire and one.group_size != 1 and not on_wire(one):
                 found.setdefault(one.group_key, []).append(one)
         return found

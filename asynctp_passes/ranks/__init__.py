@@ -1,1 +1,1 @@
-"""What ranks do together while they compile: one question a graph (`accord`), and what becomes of errors (`undo`)."""
+"""Ask the other ranks while a graph is compiled: one question a graph (`accord`), and undo what fails (`undo`)."""

@@ -118,12 +118,9 @@ def refuse(questions: Sequence[Question], answers: Sequence[Answer] | None) -> N
     Raises:
         DisagreementError: All ranks have agreed on something that this one cannot do, or may have.
     """
-    asked = [one for one in questions if one.deviations and has_peers(one.group)]
-    if answers is not None:
-        told = dict(zip(questions, answers, strict=True))
-        asked = [one for one in asked if one.with_answer(told[one]).done]
-    if asked:
-        texts = "; ".join(text for one in asked for text in one.deviations)
+    told = {} if answers is None else dict(zip(questions, answers, strict=True))
+    asked = [one for one in questions if has_peers(one.group) and (one not in told or one.with_answer(told[one]).done)]
+    if texts := "; ".join(text for one in asked for text in (*one.deviations, *(() if told else one.keeps))):
         raise DisagreementError(
             "asynctp: this rank runs the graph as it was, since asynctp failed on it, but all ranks have agreed to "
             f"{texts}, and would wait for one another forever. Set deviate=False or compile without asynctp"
@@ -151,7 +148,7 @@ def _tell_of_store(error: Exception, asked: Sequence[_Board]) -> None:
 # --- what this rank has said ------------------------------------------------------------------------------------
 @dataclass
 class _Said:
-    """What this rank has posted in one process group.
+    """This rank's posts in one process group.
 
     Attributes:
         forms: The forms of a function and phase, each once, by their place in the store.
@@ -342,7 +339,7 @@ class _Board:
         self.outcomes = dict.fromkeys(self.items, f"{_NO}{reason}")
 
     def answer(self, is_alike: bool) -> Answer:
-        """What is known now. What is not known is refused.
+        """The answer as far as it is known now. What is not known is refused.
 
         is_alike: The other ranks have the answer too, or will before they run anything.
         """

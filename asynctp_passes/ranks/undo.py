@@ -142,8 +142,8 @@ class UndoOnError:
             return None
         if self.answers is None:
             self.ask(questions_of(unfused(self._graph, self._config, {})))
-        asked = zip(self.questions or (), self.answers or (), strict=True)
-        answers = {one.group: answer for one, answer in asked}
+        asked = self.questions or []
+        answers = dict(zip([one.group for one in asked], self.answers or [Answer()] * len(asked), strict=True))
         return with_accords(unfused(self._graph, self._config, answers), answers)
 
 

@@ -22,12 +22,11 @@ Checks = list[tuple[str, fx.Node]]
 
 
 def mark_run_checks(state: RewriteState) -> Checks:
-    """Mark where the groups that compare communicate first in the program; only in a graph that is compiled.
+    """Mark where the groups that compare communicate first in the program.
 
     Not earlier: ranks of another group may have to go on first, so that those that are awaited come at all.
     """
-    checked = state.plan.checked if compat.is_compiled(state.graph) else {}
-    return [(group, mark_front(state, made[0].start)) for group, made in checked.items()]
+    return [(group, mark_front(state, made[0].start)) for group, made in state.plan.checked.items()]
 
 
 def placed(marked: Checks) -> Checks:

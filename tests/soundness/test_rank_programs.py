@@ -12,12 +12,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import rank_lockstep
 import torch
 from interpreter import interpreter_fault
 from judge_program import report
 from passes import run_pass
 from profiles import THOROUGH
-from rank_lockstep import OWN_TRANSPORT, RIGHT, Setting, Verdict, check, trace, votes_of
+from rank_lockstep import OWN_TRANSPORT, RIGHT, Setting, Verdict, accord_of, check
 from rank_pool import SABOTAGES, WAIT_S, judge_on_ranks
 from rank_programs import KINDS, PLAIN, Program, focused, mixed, smaller
 from rank_variations import VARIATIONS
@@ -26,6 +27,7 @@ from ranks import PATIENCE
 from torch.fx import Graph, Node
 
 from asynctp_passes import Report, ops
+from asynctp_passes.ir.records import Question
 
 FOUND: dict[str, tuple[tuple[int, int], ...]] = {
     "no_matmul": ((3, 4),),
@@ -64,10 +66,25 @@ def test_a_kind_by_own_transport_in_lockstep(kind: str) -> None:
 
 @pytest.mark.parametrize("own_transport", [False, True])
 @pytest.mark.parametrize("part", range(4))
-def test_what_was_agreed_on_before_and_what_is_refused_in_lockstep(part: int, own_transport: bool) -> None:
-    """Ranks follow what they agreed on in an earlier graph, and leave out a part of what all of them would do."""
+def test_what_is_refused_in_lockstep(part: int, own_transport: bool) -> None:
+    """Groups leave out what all of their ranks would do, each by itself."""
     for seed in range(part, MIXED, 4):
-        judge = partial(check, setting=Setting(own_transport, past=seed))
+        judge = partial(check, setting=Setting(own_transport, refusing=seed))
+        assert_right([mixed(seed, 4 if seed % 4 == 3 else 2)], judge)
+
+
+@pytest.mark.parametrize("own_transport", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_whose_forms_ranks_run_apart_in_lockstep(kind: str, own_transport: bool) -> None:
+    """All ranks have compiled each form, and have agreed on it; then a rank runs another one than its peers."""
+    assert_right(of_kind(kind, PER_KIND), partial(check, setting=Setting(own_transport, apart=True)))
+
+
+@pytest.mark.parametrize("own_transport", [False, True])
+@pytest.mark.parametrize("part", range(4))
+def test_forms_that_ranks_run_apart_in_lockstep(part: int, own_transport: bool) -> None:
+    for seed in range(part, MIXED, 4):
+        judge = partial(check, setting=Setting(own_transport, apart=True, refusing=seed if seed % 2 else None))
         assert_right([mixed(seed, 4 if seed % 4 == 3 else 2)], judge)
 
 
@@ -213,17 +230,14 @@ def test_unlike_transports_are_found_in_lockstep(ranks: tuple[int, ...]) -> None
     assert check(ONE_GROUP, rewrite, OWN_TRANSPORT).fault == fault
 
 
-def test_what_ranks_agreed_on_before_and_refuse_is_drawn_alike_for_all_of_them() -> None:
-    graphs = [trace(TWO_STAGES, rank) for rank in range(2)]
-    groups = TWO_STAGES.outline.groups()
-    sizes = set()
-    for seed in range(20):
-        setting = Setting(past=seed)
-        first, second = (setting.agreed(rank, graph, groups) for rank, graph in enumerate(graphs))
-        assert first == second
-        sizes.add(len(first))
-        assert setting.refuses(0, groups, "ALL", "a") == setting.refuses(1, groups, "ALL", "a")
-    assert {0, 3} < sizes, "none, some and all of: two plain groups, one kept gather"
+@pytest.mark.parametrize("own_transport", [False, True])
+def test_unlike_forms_that_carry_no_accord_are_found_in_lockstep(own_transport: bool) -> None:
+    """The accord is what stands between two forms and a wrong value: without it they are joined without a word."""
+    setting = Setting(own_transport, apart=True)
+    programs = of_kind("summed_with_the_next", 4)
+    assert [check(one, setting=setting) for one in programs] == [RIGHT] * len(programs)
+    with mock.patch.object(rank_lockstep, "accord_of", return_value=0):
+        assert {check(one, setting=setting).fault for one in programs} & {"values", "no peer", "unlike calls"}
 
 
 @pytest.mark.ranks
@@ -272,15 +286,20 @@ def test_what_stays_of_a_smaller_program_is_as_it_was() -> None:
     assert set(last.text(0).splitlines()[1:2]) <= set(program.text(0).splitlines())
 
 
-def test_a_ballot_accepts_what_all_ranks_of_the_group_have() -> None:
-    class Posted:
-        def __init__(self, *deviations: str, key: str = "k", group: str = "ALL") -> None:
-            self.group, self.key, self.deviations = group, key, deviations
+def test_ranks_agree_on_all_deviations_of_a_group_or_on_none() -> None:
+    groups = {"ALL": ((0, 1),)}
 
-    groups = {"ALL": ((0, 1),), "SIDE": ((0, 1),)}
-    assert votes_of(0, {0: [Posted("a", "b")], 1: [Posted("b")]}, groups) == {
-        ("ALL", "a"): "ranks [1] do not do it",
-        ("ALL", "b"): None,
-    }
-    assert votes_of(0, {0: [Posted("a")], 1: [Posted("a", key="other")]}, groups) != {("ALL", "a"): None}
-    assert votes_of(0, {0: [Posted("a")], 1: [Posted("a", group="SIDE")]}, groups) != {("ALL", "a"): None}
+    def answered(own: Question, other: Question, **setting: Any) -> tuple[set[str], bool]:
+        answer = Setting(**setting).answer(0, own, {0: [own], 1: [other]}, groups)
+        return set(answer.agreed), answer.accord == accord_of(own)
+
+    own = Question("ALL", "inference", "k", ("a", "b"), ("keep",))
+    assert answered(own, own) == ({"a", "b", "keep"}, True)
+    assert answered(own, replace(own, keeps=())) == ({"a", "b"}, True)
+    for other in (replace(own, deviations=("b",)), replace(own, deviations=())):
+        assert answered(own, other) == ({"keep"}, False)
+        assert answered(own, other, apart=True) == ({"a", "b", "keep"}, True)
+    for other in (replace(own, communicates="other"), replace(own, group="SIDE"), replace(own, phase="backward")):
+        assert answered(own, other) == (set(), False)
+    refused = {len(answered(own, own, refusing=seed)[0]) for seed in range(20)}
+    assert refused == {0, 1, 2, 3}

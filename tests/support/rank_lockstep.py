@@ -10,11 +10,12 @@ order, so that rows which are sent in another order arrive in that order. Induct
 how kernels move the data: an op's wire is that of the collective in its definition.
 
 `OWN_TRANSPORT`: graphs are rewritten as for GPUs, where collectives go by asynctp's own transport, and calls that meet
-must agree on that too.
+must agree on that too, and on their graphs' accords. Over torch's, ranks compare these before they send anything.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -30,16 +31,17 @@ from rank_programs import Program
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from asynctp_passes import Report, attempt, ops, pipeline
-from asynctp_passes.ir.collectives import read_collectives
+from asynctp_passes import Report, ops
+from asynctp_passes.ir.records import Answer, Question
 from asynctp_passes.planning import overlap
-from asynctp_passes.planning.deviations import Words
+from asynctp_passes.ranks import undo
 
 __all__ = [
     "OWN_TRANSPORT",
     "RIGHT",
     "Setting",
     "Verdict",
+    "accord_of",
     "check",
     "difference",
     "run_in_lockstep",
@@ -55,7 +57,7 @@ class Verdict:
     """What a check has found.
 
     Attributes:
-        fault: `"crash"`, `"unlike calls"`, `"no peer"`, `"order"`, `"values"`; empty when right.
+        fault: `"crash"`, `"unlike calls"`, `"unlike forms"`, `"no peer"`, `"order"`, `"values"`; empty when right.
         text: What exactly.
     """
 
@@ -84,31 +86,43 @@ class Setting:
 
     Attributes:
         own_transport: Collectives go by asynctp's, as on GPUs; else by torch's.
-        past: A seed for deviations that all ranks of a group agreed on in earlier graphs, and for such that they refuse
-            now. None: there are none.
+        apart: Each rank has a form of the program that all ranks have compiled and agreed on; others may run another.
+            Then an error is right where ranks that meet have unlike accords, or keep unlike gathers: at the call, or
+            when the timeout of the group is over. Nothing else that is wrong is.
+        refusing: A seed for questions whose answer is no, though all ranks ask alike. None: there are none.
     """
 
     own_transport: bool = False
-    past: int | None = None
+    apart: bool = False
+    refusing: int | None = None
 
-    def agreed(self, rank: int, graph: fx.Graph, groups: Groups) -> frozenset[tuple[str, str]]:
-        """By group and text, what was agreed on before: of what any graph can do nothing, some, or all."""
-        if self.past is None:
-            return frozenset()
-        collectives = read_collectives(graph)
-        words = Words(collectives)
-        texts = {(one.group_key, words.of_plain()) for one in collectives}
-        texts |= {(one.group_key, words.of_kept(one)) for one in collectives if one.kind == "all_gather"}
-        share = random.Random(f"{self.past}").choice([0.0, 0.5, 1.0])
-        return frozenset(at for at in texts if self._drawn("agreed", rank, groups, *at) < share)
+    def answer(self, rank: int, own: Question, posted: Mapping[int, Sequence[Question]], groups: Groups) -> Answer:
+        """The answer to a rank's question. All of its deviations are done or none; gathers are kept one by one."""
+        peers = next(ranks for ranks in groups[own.group] if rank in ranks)
+        found = [[one for one in posted[peer] if _place(one) == _place(own)] for peer in peers]
+        agreed, refused = set[str](), dict[str, str]()
+        for texts in filter(None, [own.deviations, *((text,) for text in own.keeps)]):
+            has_it = [any(texts == one.deviations or texts[0] in one.keeps for one in asked) for asked in found]
+            if (self.apart or all(has_it)) and not self._refuses(peers, own, texts):
+                agreed.update(texts)
+            else:
+                refused |= dict.fromkeys(texts, "rank does not" if not all(has_it) else "refused")
+        done = bool(own.deviations) and agreed.issuperset(own.deviations)
+        return Answer(frozenset(agreed), refused, accord_of(own) if done else 0)
 
-    def refuses(self, rank: int, groups: Groups, group: str, text: str) -> bool:
-        """Whether the ranks refuse a deviation that all of them have."""
-        return self.past is not None and self._drawn("refused", rank, groups, group, text) < 0.4
+    def _refuses(self, peers: tuple[int, ...], own: Question, texts: Sequence[str]) -> bool:
+        drawn = random.Random(f"{self.refusing}/{own.group}/{peers}/{texts}").random()
+        return self.refusing is not None and drawn < 0.4
 
-    def _drawn(self, what: str, rank: int, groups: Groups, group: str, text: str) -> float:
-        peers = next(ranks for ranks in groups[group] if rank in ranks)
-        return random.Random(f"{what}/{self.past}/{group}/{peers}/{text}").random()
+
+def _place(question: Question) -> tuple[str, str, str]:
+    return question.group, question.phase, question.communicates
+
+
+def accord_of(question: Question) -> int:
+    """The number that calls carry where the question's deviations are done."""
+    told = repr((question.phase, question.communicates, question.deviations))
+    return 1 + int(hashlib.sha256(told.encode()).hexdigest(), 16) % (1 << 31)
 
 
 OWN_TRANSPORT = Setting(own_transport=True)
@@ -120,7 +134,7 @@ def check(program: Program, rewrite: Rewrite | None = None, setting: Setting = S
 
     Args:
         program: The program.
-        rewrite: Rewrites a rank's graph; by default the pass does, with the ranks' votes.
+        rewrite: Rewrites a rank's graph; by default the pass does, with the ranks' answers.
         setting: For what it is rewritten.
 
     Returns:
@@ -137,11 +151,16 @@ def check(program: Program, rewrite: Rewrite | None = None, setting: Setting = S
         expected = run_in_lockstep(graphs, inputs, groups)
     except Unmatched as error:
         raise AssertionError(f"not a program: {error}\n{program}") from error
+    unlike = ""
     try:
-        rewritten, reports = rewrite_all(graphs, groups, rewrite, setting)
+        rewritten, reports, accords = rewrite_all(graphs, groups, rewrite, setting)
+        unlike = _unlike_forms(accords, groups)
+        if unlike and not setting.own_transport:  # `ops.run_check` says so before anything is sent
+            raise Unmatched("unlike forms", unlike)
         actual = run_in_lockstep(rewritten, inputs, groups, setting.own_transport)
     except Unmatched as error:
-        return error.verdict
+        is_named = error.verdict.fault == "unlike forms" or (unlike and error.verdict.fault == "no peer")
+        return RIGHT if setting.apart and is_named else error.verdict
     except Exception:
         return Verdict("crash", traceback.format_exc(limit=-3))
     if text := _moved_across(graphs, rewritten, [_deviates(report) for report in reports]):
@@ -174,59 +193,53 @@ def _decompositions() -> Any:
     return select_decomp_table()
 
 
+Accords = Sequence[Mapping[str, int]]
+"""By rank, and by group."""
+
+
 def rewrite_all(
     graphs: Sequence[fx.Graph],
     groups: Groups,
     rewrite: Rewrite | None = None,
     setting: Setting = Setting(),
-) -> tuple[list[fx.Graph], list[Report]]:
+) -> tuple[list[fx.Graph], list[Report], Accords]:
     """Rewrite copies of all ranks' graphs; what changes what ranks send is done if every rank of the group has it."""
     if rewrite is not None:
-        return _rewritten(graphs, rewrite)
-    posted: dict[int, list[Any]] = {}
+        return *_rewritten(graphs, rewrite), [{} for _ in graphs]
+    posted: dict[int, Sequence[Question]] = {}
+    accords: dict[int, dict[str, int]] = {}
 
-    def run(rank: int, graph: fx.Graph, vote: Any) -> Report:
-        agreed = setting.agreed(rank, graph, groups)
+    def run(rank: int, graph: fx.Graph, answer: Callable[[Question], Answer]) -> Report:
+        def ask(questions: Sequence[Question], config: Any) -> list[Answer]:
+            posted.setdefault(rank, questions)
+            answers = [answer(one) for one in questions]
+            accords[rank] = {one.group: said.accord for one, said in zip(questions, answers, strict=True)}
+            return answers
+
         with (
-            mock.patch.object(attempt, "vote", vote),
-            mock.patch.object(pipeline, "agreed_before", return_value=agreed),
+            mock.patch.object(undo, "ask", ask),
             mock.patch.object(ops, "on_wire", return_value=setting.own_transport),
         ):
             return run_pass(graph)
 
     def post(rank: int, graph: fx.Graph) -> Report:
-        def all_accepted(ballots: Iterable[Any], config: Any) -> Any:
-            posted[rank] = list(ballots)
-            return {(one.group, text): None for one in posted[rank] for text in one.deviations}
-
-        return run(rank, graph, all_accepted)
+        return run(rank, graph, lambda own: Answer(frozenset((*own.deviations, *own.keeps))))
 
     def obey(rank: int, graph: fx.Graph) -> Report:
-        votes = {
-            at: "refused" if why is None and setting.refuses(rank, groups, *at) else why
-            for at, why in votes_of(rank, posted, groups).items()
-        }
-        return run(rank, graph, lambda ballots, config: votes)
+        return run(rank, graph, lambda own: setting.answer(rank, own, posted, groups))
 
     _rewritten(graphs, post)
-    return _rewritten(graphs, obey)
+    return *_rewritten(graphs, obey), [accords[rank] for rank in range(len(graphs))]
 
 
-def votes_of(rank: int, posted: Mapping[int, Sequence[Any]], groups: Groups) -> dict[tuple[str, str], str | None]:
-    """What the ballot comes to on a rank: for each of its deviations None, or why it is refused."""
-    found: dict[tuple[str, str], str | None] = {}
-    for own in posted[rank]:
-        peers = next(ranks for ranks in groups[own.group] if rank in ranks)
-        for text in own.deviations:
-            without = [
-                peer
-                for peer in peers
-                if not any(
-                    (one.group, one.key) == (own.group, own.key) and text in one.deviations for one in posted[peer]
-                )
-            ]
-            found[own.group, text] = f"ranks {without} do not do it" if without else None
-    return found
+def _unlike_forms(accords: Accords, groups: Groups) -> str:
+    """The groups whose ranks run graphs of unlike accords, with these."""
+    told = []
+    for group, all_peers in groups.items():
+        for ranks in all_peers:
+            found = {rank: accords[rank].get(group, 0) for rank in ranks}
+            told += [f"{group!r}: {found}"] if len(set(found.values())) > 1 else []
+    return ", ".join(told)
 
 
 def _rewritten(graphs: Sequence[fx.Graph], rewrite: Rewrite) -> tuple[list[fx.Graph], list[Report]]:
@@ -260,7 +273,7 @@ def _moved_across(before: Sequence[fx.Graph], after: Sequence[fx.Graph], deviate
 
 def _deviates(report: Report) -> bool:
     """Whether a rank does what its peers have to do too."""
-    return any(one.deviations for one in report.ballots)
+    return any(one.done for one in report.questions)
 
 
 # --- lockstep ---------------------------------------------------------------------------------------------------
@@ -347,9 +360,9 @@ def _exchanged(ranks: Sequence[int], calls: Sequence[Sent]) -> list[Tensor]:
     """What each rank receives, in wire order."""
     first = calls[0]
     if len({call.signature() for call in calls}) > 1:
-        raise Unmatched(
-            "unlike calls", "; ".join(f"rank {rank}: {one}" for rank, one in zip(ranks, calls, strict=True))
-        )
+        own = [call.transport for call in calls]
+        fault = "unlike forms" if "torch's" not in own and len(set(own)) > 1 else "unlike calls"
+        raise Unmatched(fault, "; ".join(f"rank {rank}: {one}" for rank, one in zip(ranks, calls, strict=True)))
     wires = [call.wire for call in calls]
     if first.kind == "gather":
         return [torch.cat(wires)] * len(calls)

@@ -84,7 +84,7 @@ class Program:
 
     def function(self, rank: int, groups: Mapping[str, tuple[str, int]]) -> Callable[..., tuple[Tensor, ...]]:
         """A rank's program, given the names and sizes of its groups."""
-        text, file = self.text(rank), f"<{self.origin}>"  # one function to all ranks, which vote on it
+        text, file = self.text(rank), f"<{self.origin}>"  # one function to all ranks, which are asked about it
         linecache.cache[file] = (len(text), None, text.splitlines(True), file)
         names: dict[str, Any] = {**HELPERS, **groups}
         exec(compile(text, file, "exec"), names)

@@ -322,7 +322,7 @@ def test_a_bucket_beside_a_late_gather(build: Callable[[GraphBuilder], tuple[Nod
     rewritten = copied(graph)
     report = run_pass(rewritten)
     assert [len(members) for members in sets_of(report)] == [2]
-    assert any(text.startswith("late: ") for ballot in report.ballots for text in ballot.deviations)
+    assert any(text.startswith("late: ") for one in report.questions for text in one.deviations)
     generator = torch.Generator().manual_seed(0)
     shapes = [node.meta["val"].shape for node in graph.nodes if node.op == "placeholder"]
     values = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -17,8 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from asynctp_passes import Config, Report, compat, joint_pass
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.planning import legality
-from asynctp_passes.planning.legality import SMALL_BYTES, compares_calls
-from asynctp_passes.planning.plan import ballots_of, planned
+from asynctp_passes.planning.legality import SMALL_BYTES, blind_calls
+from asynctp_passes.planning.plan import planned, questions_of
+from asynctp_passes.planning.rematerializable import CANDIDATE
 
 BF16, FP16, FP32, FP64, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn
 DTYPES = (BF16, FP16, FP32, FP64, FP8, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -46,7 +48,7 @@ def compared(
     else:
         made = b.call_like(x.meta["val"], c10d.all_reduce.default, x, reduce_op, "tp")
     (collective,) = read_collectives(b.returns(made))
-    return compares_calls(replace(collective, group_size=ranks), config or Config())
+    return not blind_calls([replace(collective, group_size=ranks)], config or Config())
 
 
 # --- the predicate -----------------------------------------------------------------------------------------------
@@ -91,12 +93,12 @@ def test_sums_of_any_rows_are_compared_if_their_bytes_divide(kind: str, columns:
         made = b.call(c10d.all_reduce.default, x, "sum", "tp")
     (collective,) = read_collectives(b.returns(made))
     with mock.patch.object(legality, "on_wire", return_value=True):
-        assert compares_calls(collective, Config()) is wanted
+        assert blind_calls([collective], Config()) == ([] if wanted else [collective])
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP64, torch.int64])
 def test_other_reductions_are_compared_on_cpus_alone(dtype: torch.dtype) -> None:
-    """There ranks meet before."""
+    """There a check comes before."""
     for kind, reduce_op in (("reduce_scatter", "max"), ("reduce_scatter", "product"), ("all_reduce", "product")):
         assert not compared(kind, reduce_op, dtype, 96, 2)
         assert compared(kind, reduce_op, dtype, 96, 2, "cpu")
@@ -164,13 +166,14 @@ def test_no_bucket_of_what_torch_would_have(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(run_pass(two_maxima("cpu")).buckets) == 1
 
 
+def product_of(b: GraphBuilder, name: str, device: str, dtype: torch.dtype = BF16) -> Node:
+    x, w = b.input(name, [4, 6], dtype, device=device), b.input(f"{name}_w", [6, 8], dtype, device=device)
+    return b.mm(x, w)
+
+
 def sums(b: GraphBuilder, device: str, dtype: torch.dtype) -> tuple[Node, ...]:
     """Two sums that are only used added up."""
-    made = []
-    for name in "xy":
-        x, w = b.input(name, [4, 6], dtype, device=device), b.input(f"{name}_w", [6, 8], dtype, device=device)
-        made.append(b.all_reduce(b.mm(x, w)))
-    return (b.add(*made),)
+    return (b.add(*(b.all_reduce(product_of(b, name, device, dtype)) for name in "xy")),)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +183,8 @@ def test_sums_become_one_where_calls_are_compared(device: str, dtype: torch.dtyp
     """Elsewhere each is fused by itself, as the program has it."""
     b = GraphBuilder(ranks=2)
     found = planned(b.returns(*sums(b, device, dtype)), Config())
-    (ballot,) = ballots_of(found)
-    assert bool(ballot.deviations) == joined
+    (question,) = questions_of(found)
+    assert bool(question.deviations) == joined
     assert (len(found.chains), len(found.decisions)) == (1 if joined else 2, 2)
     assert all(decision.refusal is None for decision in found.decisions)
 
@@ -208,13 +211,23 @@ def test_what_nothing_uses_goes_where_calls_are_compared(
     dy, w = b.input("tangents_1", [8, 6], BF16, device=device), b.input("primals_3", [6, 8], BF16, device=device)
     graph = b.returns(b.scatter(b.mm(dy, w)))
     report = run_pass(graph)
-    assert [remark.outcome == "ERASED" for remark in report.remarks] == [gone, True, False]
-    assert len(all_reduces(graph)) == (not gone)
+    assert [remark.outcome == "ERASED" for remark in report.remarks] == [gone, gone, False]
+    assert len(all_reduces(graph)) == (0 if gone else 2)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_group_of_parameters_alone_is_left_to_torch_as_it_is(device: str) -> None:
-    """On GPUs nothing compares its sums then, and so one that nothing uses stays. Maxima do not stay with them."""
+@pytest.mark.parametrize(
+    ("device", "dimension", "deviations", "wanted"),
+    [
+        ("cpu", "", {"bucket", "drop"}, ["_c10d_functional::all_reduce"]),
+        ("cuda", "", {"bucket", "drop"}, ["asynctp::all_reduce"]),
+        ("cuda", "fsdp", set(), ["_c10d_functional::all_reduce"] * 3),
+    ],
+)
+def test_a_group_of_parameters_alone_goes_by_its_name(
+    device: str, dimension: str, deviations: set[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph does not decide whose its collectives are: another rank may multiply what this one does not."""
+    monkeypatch.setattr(compat, "mesh_dimension_of", lambda group: dimension)
     b = GraphBuilder(ranks=2)
     maxima = [b.all_reduce(b.input(f"tangents_{name}", [4], device=device), "max") for name in "12"]
     b.all_reduce(b.input("primals_1", [4], device=device))
@@ -222,13 +235,73 @@ def test_a_group_of_parameters_alone_is_left_to_torch_as_it_is(device: str) -> N
     x = b.input("primals_3", [4, 8], device=device)
     graph = b.returns(b.mm(x, weight), *maxima)
     found = planned(graph, Config())
-    (ballot,) = ballots_of(found)
-    deviations = {text.split(":")[0] for text in ballot.deviations}
-    assert deviations == {"bucket", "plain" if device == "cuda" else "drop"}
+    (question,) = questions_of(found)
+    assert {text.split(":")[0] for text in question.deviations} == deviations
+    is_own = device == "cuda" and not dimension
+    assert question.keeps == (("keep: all_gather 3",) if is_own else ())
     run_pass(graph)
-    torchs, own = "_c10d_functional::all_reduce", "asynctp::all_reduce"
-    assert sorted(all_reduces(graph)) == ([torchs, own] if device == "cuda" else [torchs])
-    assert "asynctp::all_gather" not in show(graph)
+    assert all_reduces(graph) == wanted
+    assert ("asynctp::all_gather" in show(graph)) == is_own
+
+
+# --- stretches ---------------------------------------------------------------------------------------------------
+def joined(b: GraphBuilder, device: str, between: Callable[[], Node]) -> tuple[Node, ...]:
+    """Two sums that are only used added up, with something between them."""
+    first = b.all_reduce(product_of(b, "x", device))
+    middle = between()
+    return middle, b.add(first, b.all_reduce(product_of(b, "y", device)))
+
+
+def bucketed(b: GraphBuilder, device: str, between: Callable[[], Node]) -> tuple[Node, ...]:
+    """Two maxima, with something between them."""
+    first = b.all_reduce(b.input("x", [6], device=device), "max")
+    middle = between()
+    return first, middle, b.all_reduce(b.input("y", [6], device=device), "max")
+
+
+def late(b: GraphBuilder, device: str, between: Callable[[], Node]) -> tuple[Node, ...]:
+    """A gather whose matmul needs a reduction that comes later."""
+    whole = b.gather(b.input("x", [4, 8], BF16, device=device))
+    middle = between()
+    weight = b.mul(b.input("w", [8, 8], BF16, device=device), b.all_reduce(b.input("y", [8, 8], BF16, device=device)))
+    return middle, b.mm(whole, weight)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kept_apart"), [("cuda", FP64, True), ("cuda", BF16, False), ("cpu", FP64, False)]
+)
+@pytest.mark.parametrize("build", [joined, bucketed, late])
+def test_no_stretch_of_a_deviation_has_a_blind_call(
+    build: Callable[..., tuple[Node, ...]], device: str, dtype: torch.dtype, kept_apart: bool
+) -> None:
+    """All graphs have as many blind calls before each stretch, so that ranks' first unlike calls meet."""
+    found = dict[str, bool]()
+    for where in ("before", "between", "after", "of another group"):
+        b = GraphBuilder(ranks=2)
+
+        def blind(b: GraphBuilder = b, where: str = where) -> Node:
+            group = "other" if where == "of another group" else "tp"
+            x = b.input("blind", [4, 8], dtype, device=device)
+            return b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, x, "sum", group))
+
+        first = [blind()] if where == "before" else []
+        made = build(b, device, blind if where in ("between", "of another group") else lambda b=b: b.input("z", [4]))
+        graph = b.returns(*first, *made, *([blind()] if where == "after" else []))
+        found[where] = any(one.deviations for one in questions_of(planned(graph, Config())))
+    assert found == {"before": True, "between": not kept_apart, "after": True, "of another group": True}
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [(BF16, [0]), (FP64, [])])
+def test_no_gather_is_made_again_in_a_group_with_a_blind_call(dtype: torch.dtype, wanted: list[int]) -> None:
+    """Its place in the backward is not known yet."""
+    b = GraphBuilder(ranks=2)
+    whole = b.gather(b.relu(b.input("primals_x", [4, 8], BF16, device="cuda")))
+    out = b.mm(whole, b.input("primals_w", [8, 6], BF16, device="cuda"))
+    dy = b.input("tangents_1", [8, 6], BF16, device="cuda")
+    blind = b.all_reduce(b.input("tangents_2", [4, 8], dtype, device="cuda"))
+    graph = b.returns(out, blind, b.mm(b.permute(whole, [1, 0]), dy))
+    joint_pass.run_joint(graph, Config(rematerialize="always"))
+    assert [node.meta[CANDIDATE] for node in graph.nodes if CANDIDATE in node.meta] == wanted
 
 
 @pytest.mark.parametrize(

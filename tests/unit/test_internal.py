@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,21 +28,21 @@ from asynctp_passes import (
     GroupError,
     Report,
     StrictError,
-    attempt,
     compat,
     joint_pass,
     pipeline,
     run,
 )
 from asynctp_passes.compat import GraphRecord
-from asynctp_passes.ir.records import Ballot
+from asynctp_passes.ir.records import Answer, Question
 from asynctp_passes.planning import plan
+from asynctp_passes.ranks import accord, undo
 from asynctp_passes.reporting import build, internal
 from asynctp_passes.rewriting import ordering, rewrite
 
 pytestmark = pytest.mark.usefixtures("internal_errors")
 
-STEPS = (pipeline, joint_pass, attempt, plan, ordering, rewrite)
+STEPS = (pipeline, joint_pass, undo, plan, ordering, rewrite)
 """Modules that call the steps of the pass."""
 STAGES = [
     # what fails, of the pipeline
@@ -50,7 +51,7 @@ STAGES = [
     "plan_overlap",
     "find_buckets",
     "report_of",
-    "vote",
+    "ask",
     "raise_if_strict",
     "rewrite",
     "store",
@@ -295,46 +296,43 @@ def test_a_report_that_cannot_be_made_either() -> None:
 
 
 # --- other ranks -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("stage", ["toposort.sort", "decide_graph", "vote", "rewrite"])
+@pytest.mark.parametrize("stage", ["toposort.sort", "decide_graph", "ask", "rewrite"])
 def test_the_other_ranks_are_told_once(stage: str) -> None:
-    """A rank that fails before the vote votes for nothing, and one that fails in it or after it not again."""
-    voted: list[list[Ballot]] = []
-    does = attempt.vote
-
-    def vote(ballots: list[Ballot], config: Config) -> Any:
-        voted.append(ballots)
-        return does(ballots, config)
-
-    with mock.patch.object(attempt, "vote", vote), failing(stage):
+    """A rank that fails before the question asks for nothing, and one that fails in it or after it not again."""
+    with mock.patch.object(undo, "ask", wraps=undo.ask) as ask, failing(stage):
         run(program(), quiet())
-    ((ballot,),) = voted
-    assert ballot.deviations == ()
+    ((question,),) = [call.args[0] for call in ask.call_args_list]
+    assert question.deviations == ()
 
 
 def test_what_was_agreed_cannot_be_left_out() -> None:
-    """A rank that fails after the vote stops where all have voted for something, or may have."""
+    """A rank that fails after the question stops where all have agreed on something, or may have."""
     text, keep = "drop: all_reduce 0", "keep: all_gather 0"
-    ballot = Ballot("group", "key", (text, keep))
-    refused = {("group", text): "rank 1 does not"}
-    with mock.patch.object(ledgers, "of_group", return_value=object()):
-        vote.refuse([ballot], {**refused, ("group", keep): None})  # any graph can do that, also as it was
-        for votes in (None, {("group", text): None, ("group", keep): None}):
+    question = Question("group", "inference", "key", (text,), (keep,))
+    kept = Answer(frozenset([keep]), {text: "rank 1 does not"})
+    with mock.patch.object(accord, "has_peers", return_value=True):
+        accord.refuse([question], [kept])  # any graph can do that, also as it was
+        for answers in (None, [Answer(frozenset([text, keep]))]):
             with pytest.raises(DisagreementError, match=text):
-                vote.refuse([ballot], votes)
+                accord.refuse([question], answers)
         with pytest.raises(DisagreementError, match=keep):
-            vote.refuse([Ballot("group", "key", (keep,))], None)
-    vote.refuse([ballot], None)  # this group has no store here: nobody was asked
+            accord.refuse([replace(question, deviations=())], None)
+        accord.refuse([replace(question, deviations=(), keeps=())], None)
+    accord.refuse([question], None)  # this group has no store here: nobody was asked
 
 
-def test_a_graph_that_failed_after_the_vote_does_what_any_graph_can() -> None:
-    """Its peers pull the gather that all keep."""
-    tried = attempt.Attempt(program(), quiet(), "inference")
-    with mock.patch.object(plan, "on_wire", return_value=True):
-        (ballot,) = plan.ballots_of(plan.unfused(program(), quiet(), {("tp", "keep: all_gather 0"): None}))
-        tried.vote([ballot])
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_graph_that_failed_after_the_question_does_what_any_graph_can(refused: bool) -> None:
+    """Its peers pull the gather that all keep, and its calls have the accord that theirs have."""
+    text = "keep: all_gather 0"
+    answer = Answer(refused={text: "rank 1 does not"}, accord=7) if refused else Answer(frozenset([text]), accord=7)
+    tried = undo.UndoOnError(program(), quiet(), "inference")
+    with mock.patch.object(plan, "on_wire", return_value=True), mock.patch.object(undo, "ask", return_value=[answer]):
+        tried.ask([Question("tp", "inference", "key", keeps=(text,))])
         left = tried._all_alone()
         assert left is not None
-        assert [one.kind for one in left.kept] == ["all_gather"]
+        assert [one.kind for one in left.kept] == ([] if refused else ["all_gather"])
+        assert (left.wire, left.accord("tp")) == ({"tp"}, 7)
 
 
 def test_sources_have_one_digest_in_a_checkout_and_in_a_package(
@@ -350,24 +348,6 @@ def test_sources_have_one_digest_in_a_checkout_and_in_a_package(
         monkeypatch.setattr(internal, "_OWN", root / "asynctp_passes")
         found.append(internal.sources_digest.__wrapped__())
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_a_graph_without_asynctp_does_what_all_have_agreed_on_before(refused: bool) -> None:
-    """It asks again, since peers may not: then its gathers are pushed, as theirs are."""
-    graph = program()
-    with (
-        mock.patch.object(compat, "compiled_function", return_value=object()),
-        mock.patch.object(vote, "_accepted", lambda ballot, config: ballot.deviations[1:]),
-        mock.patch.object(plan, "on_wire", return_value=True),
-    ):
-        first = plan.unfused(graph, quiet(), dict.fromkeys(vote.agreed_before(graph, quiet())))
-        (ballot,) = plan.ballots_of(first)
-        assert [text.partition(":")[0] for text in ballot.deviations] == ["keep"]
-        votes = {("tp", text): "rank 1 does not" if refused else None for text in ballot.deviations}
-        second = plan.unfused(graph, quiet(), votes)
-        assert [one.kind for one in second.kept] == ([] if refused else ["all_gather"])
-        assert second.wire == {"tp"}
 
 
 # --- what is beside a compile ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from sum_graphs import added, check_same, custom_all_reduce, reduced, reductions
 from torch.fx import Node
 
 from asynctp_passes import Config, StrictError, run
-from asynctp_passes.planning.plan import ballots_of, planned
+from asynctp_passes.planning.plan import planned, questions_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -261,7 +261,7 @@ return (matmul_all_reduce_default)
     )
 
 
-def test_ranks_vote_on_a_sum_that_is_done_before_its_reduction() -> None:
+def test_ranks_are_asked_about_a_sum_that_is_done_before_its_reduction() -> None:
     """Its text says over how many, and how far apart they lie, and no number of rows, which may be symbolic."""
     told = []
     for shape, dim in (([3, 4, 6], 0), ([2, 3, 12], 1)):
@@ -270,8 +270,8 @@ def test_ranks_vote_on_a_sum_that_is_done_before_its_reduction() -> None:
         early = experts_sum(b, reduced(b, whole), shape, dim, [4, 6])
         product = b.call(aten.mm.default, b.placeholder((4, 5), torch.float64), b.placeholder((5, 6), torch.float64))
         b.graph.output((added(b, early, reduced(b, product)),))
-        (ballot,) = ballots_of(planned(b.graph, Config(groups="auto")))
-        told.append(ballot.deviations)
+        (question,) = questions_of(planned(b.graph, Config(groups="auto")))
+        told.append(question.deviations)
     assert told == [
         ("sum: all_reduce(sum) in place of 1 * sum over 3 of 0 + 1 * 1",),
         ("sum: all_reduce(sum) in place of 1 * sum over 3 that are 12 apart of 0 + 1 * 1",),

@@ -17,11 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import Graph, Node
 
 import asynctp_passes
-from asynctp_passes import Report, compat, pipeline
+from asynctp_passes import Report, compat
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.matching.chains import Candidate
 from asynctp_passes.planning import overlap, plan
-from asynctp_passes.planning.deviations import Words
 from asynctp_passes.planning.legality import is_named_for_data
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
@@ -123,14 +122,14 @@ def test_the_remark_names_the_products() -> None:
     assert "[beside mm_1: 1 product]" in remark.message
 
 
-def test_a_group_that_all_leave_to_torch_is_left_to_torch() -> None:
-    """What runs beside products goes by asynctp's transport, where peers that have agreed on torch's do not meet it."""
-    plain = mock.patch.object(pipeline, "agreed_before", return_value={("tp", Words(()).of_plain())})
+def test_a_group_of_data_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs beside products goes by asynctp's transport."""
+    monkeypatch.setattr(compat, "mesh_dimension_of", lambda group: "fsdp")
     graph = built(lambda b: (gradient(b), product(b)))
     assert [remark.code for remark in run_pass(graph, groups="tp").others] == ["ATP404"]
     graph = built(lambda b: (gradient(b), product(b)))
-    with plain, mock.patch.object(plan, "on_wire", return_value=True):
-        (remark,) = run_pass(graph, groups="tp").remarks
+    with mock.patch.object(plan, "on_wire", return_value=True):
+        (remark,) = run_pass(graph, groups="auto").remarks
     assert (remark.code != "ATP404", remark.op) == (True, "")
     assert not [node for node in graph.nodes if "asynctp" in str(node.target)]
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from asynctp_passes import Config
 from asynctp_passes.planning import plan
-from asynctp_passes.planning.plan import ballots_of, planned
+from asynctp_passes.planning.plan import planned, questions_of
 from asynctp_passes.planning.rematerialize import REMATERIALIZED
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
@@ -97,11 +97,10 @@ def test_a_miss_stays_one_whatever_is_done() -> None:
     assert (found, len(accelerated)) == (["MISSED"], 1)
 
 
-def test_ranks_do_not_meet_for_a_gather_that_is_kept() -> None:
-    """Over torch's own collectives that changes nothing that is sent."""
+def test_a_gather_that_is_kept_is_a_question_of_its_own() -> None:
+    """A rank that also uses the gathered tensor ends no deviation of the others."""
     b = GraphBuilder(ranks=2)
     graph = b.returns(*returned(b))
     with mock.patch.object(plan, "on_wire", return_value=True):
         found = planned(graph, Config(groups="tp"))
-        assert [one.deviations for one in ballots_of(found)] == [("keep: all_gather 0",)]
-        assert found.meetings == []
+        assert [(one.deviations, one.keeps) for one in questions_of(found)] == [((), ("keep: all_gather 0",))]

@@ -18,7 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from asynctp_passes import Config, StrictError, compat, joint_pass, partition_pass
 from asynctp_passes.config import Rematerialize
+from asynctp_passes.ir.marks import joint_questions
+from asynctp_passes.ir.records import Answer, Question
 from asynctp_passes.planning.rematerialize import LEAST_BYTES, REMATERIALIZED
+from asynctp_passes.ranks import undo
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
 
@@ -403,13 +406,12 @@ def test_checkpointing_decides_on_the_shard_too(caplog: pytest.LogCaptureFixture
 
 # --- where it stands -------------------------------------------------------------------------------------------
 def texts_of(build: Build) -> list[str]:
-    """The deviations that are put to the vote after the partition."""
-    with mock.patch.object(partition_pass.Attempt, "vote", autospec=True) as vote:
-        vote.side_effect = lambda self, ballots: {(one.group, text): None for one in ballots for text in one.deviations}
+    """The deviations that ranks are asked about after the partition."""
+    with mock.patch.object(undo, "ask", wraps=undo.ask) as ask:
         halves(build)
-    *_, (_, ballots) = (call.args for call in vote.call_args_list)
-    assert all(ballot.joint and ballot.key.startswith("p") for ballot in ballots)
-    return [text for ballot in ballots for text in ballot.deviations]
+    questions, _ = ask.call_args.args
+    assert {one.phase for one in questions} <= {"partition"}
+    return [text for one in questions for text in one.deviations]
 
 
 def needed_early(b: GraphBuilder) -> tuple[Node, ...]:
@@ -421,7 +423,7 @@ def needed_early(b: GraphBuilder) -> tuple[Node, ...]:
     return y, b.scatter(b.mm(dy, b.permute(dw, [1, 0]))), dw
 
 
-def test_the_vote_is_on_the_place_in_the_backward() -> None:
+def test_ranks_are_asked_about_the_place_in_the_backward() -> None:
     (late,) = texts_of(needed)
     assert late.startswith("again: all_gather 0 after 1 collective (1 of the group, ")
     assert texts_of(needed_early) == ["again: all_gather 0 before all collectives of the backward"]
@@ -430,20 +432,41 @@ def test_the_vote_is_on_the_place_in_the_backward() -> None:
     assert texts_of(silent_backward) == texts_of(frozen_weight) == []
 
 
-def test_what_a_rank_refuses_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """A rank refuses one of two gathers. The other one is made again all the same."""
-    first, _ = texts_of(needed_twice)
+def refusing(group: str) -> Any:
+    """Lets a rank refuse what a group is asked about the halves."""
 
-    def refuse(self: object, ballots: list[Any]) -> dict[tuple[str, str], str | None]:
-        texts = [(one.group, text) for one in ballots for text in one.deviations]
-        return {(group, text): "rank 1 does not" if text == first else None for group, text in texts}
+    def answered(questions: list[Question], config: Config) -> list[Answer]:
+        answers = []
+        for one in questions:
+            refused = {text: "rank 1 does not" for text in one.deviations if one.group == group}
+            answers.append(Answer(frozenset(one.deviations) - set(refused), refused))
+        return answers
 
-    both = halves(needed_twice)
-    with mock.patch.object(partition_pass.Attempt, "vote", refuse):
-        one = halves(needed_twice)
-    assert f"{first} is left out, since a rank does not do it: rank 1 does not" in caplog.text
-    assert (len(both.again), len(one.again)) == (2, 1)
-    assert set(one.kept) - set(both.kept) == {"permute_2"}
+    return mock.patch.object(undo, "ask", answered)
+
+
+@pytest.mark.parametrize(
+    ("build", "kept"), [(needed_twice, {"permute_2", "permute_3"}), (needed_in_two_groups, {"permute_2"})]
+)
+def test_what_a_rank_refuses_is_kept(build: Build, kept: set[str], caplog: pytest.LogCaptureFixture) -> None:
+    """A group makes all of its gathers again, or none, whatever another group does."""
+    texts = texts_of(build)
+    both = halves(build)
+    with refusing("tp"):
+        one = halves(build)
+    assert f"{texts[0]} is left out, since a rank does not do it: rank 1 does not" in caplog.text
+    assert (len(both.again), len(one.again)) == (2, 2 - len(kept))
+    assert set(one.kept) - set(both.kept) == kept
+
+
+def test_both_halves_know_what_was_agreed_on_them() -> None:
+    """The accord of each is of that too, so that ranks which divide otherwise meet in unlike calls."""
+    for refused in (False, True):
+        with refusing("tp" if refused else ""):
+            found = halves(needed_in_two_groups)
+        for half in (found.forward, found.backward):
+            told = {group: [one.done for one in asked] for group, asked in joint_questions(half).items()}
+            assert told == {"tp": [not refused], "other": [True]}
 
 
 def test_gathers_keep_the_programs_order() -> None:

@@ -205,7 +205,7 @@ def test_reports_outlive_the_graph(report: Report) -> None:
 
 def test_json_says_its_schema_first() -> None:
     assert next(iter(json.loads(REPORT.to_json()).items())) == ("schema", SCHEMA)
-    assert REPORT.to_json().startswith('{"schema": 2, "graph": ')
+    assert REPORT.to_json().startswith('{"schema": 3, "graph": ')
 
 
 def test_json_of_the_first_schema_is_read() -> None:
@@ -226,7 +226,7 @@ def test_json_of_the_first_schema_is_read() -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        (3, r"the report has schema 3, and this asynctp reads schemas up to 2: read it with the version of asynctp"),
+        (4, r"the report has schema 4, and this asynctp reads schemas up to 3: read it with the version of asynctp"),
         ("2", 'the report\'s schema is "2"; it must be an integer'),
         (True, "the report's schema is true; it must be an integer"),
         (None, "the report's schema is null; it must be an integer"),
@@ -242,11 +242,11 @@ def test_json_of_an_earlier_version_is_read() -> None:
     """Fields that were added since have their defaults."""
     values = json.loads(REPORT.to_json())
     del values["schema"]
-    for added in ("buckets", "ballots", "notes"):
+    for added in ("buckets", "questions", "notes"):
         del values[added]
     for remark in values["remarks"]:
         del remark["call"]
-    values["program_digest"] = values["remarks"][0]["moved"] = "of an earlier version"
+    values["program_digest"] = values["remarks"][0]["moved"] = values["ballots"] = "of an earlier version"
     assert Report.from_json(json.dumps(values)) == REPORT
 
 

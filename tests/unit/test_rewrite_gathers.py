@@ -19,7 +19,7 @@ from asynctp_passes import Config, compat, run
 from asynctp_passes.ir.order import communications
 from asynctp_passes.planning import decide, legality
 from asynctp_passes.planning.deviations import LOCAL
-from asynctp_passes.planning.plan import ballots_of, planned
+from asynctp_passes.planning.plan import planned, questions_of
 
 cast = torch.ops.prims.convert_element_type.default
 
@@ -646,12 +646,12 @@ def test_text_of_a_gather_that_is_quantized_with_a_constant(rows: int, dynamic: 
     b = GraphBuilder(ranks=2)
     whole = b.gather(b.input("x", [rows, 64], torch.bfloat16, dynamic=dynamic))
     count = 2 * rows if dynamic is None else b.call(aten.sym_size.int, whole, 0)
-    (ballot,) = ballots_of(planned(quantized_to_int8(b, whole, count), Config()))
+    (question,) = questions_of(planned(quantized_to_int8(b, whole, count), Config()))
     scale = (
         "prims.convert_element_type.default(aten.div.Tensor(aten.maximum.default("
         "aten.amax.default(own[*, 64], [1], True), 0 of torch.bfloat16), 0x1.fe00000000000p+6), torch.float32)"
     )
-    (text,) = ballot.deviations
+    (text,) = question.deviations
     assert text.startswith("hoist: all_gather 0 sends ")
     assert text.endswith(f", apart {scale}")
     assert LOCAL not in text
