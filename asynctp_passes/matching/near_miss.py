@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import reasons
+from asynctp_passes.ir.collectives import looks_collective
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import (
     called_name,
@@ -31,7 +32,8 @@ from asynctp_passes.ir.nodes import (
     tensor_of,
     traits_of,
 )
-from asynctp_passes.ir.order import communicates
+from asynctp_passes.ir.order import opaque_ops, surely_starts
+from asynctp_passes.ir.registry import schema_name
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
 
@@ -46,6 +48,7 @@ __all__ = [
     "only_scales",
     "quantizes",
     "reduces",
+    "to_register",
     "transparent",
     "users_next_to",
 ]
@@ -62,7 +65,7 @@ def transparent(node: fx.Node) -> bool:
 
     Not one that communicates too, such as a norm of what it reduces over ranks.
     """
-    named = bool(_rowwise_words(node)) and not communicates(node)
+    named = bool(_rowwise_words(node)) and not _acts_as_collective(node)
     return is_view(node) or is_pointwise(node) or reduces(node) or named
 
 
@@ -85,11 +88,16 @@ def _rows_of_own_op(node: fx.Node) -> list[fx.Node]:
     """The inputs of an op of the program's own that have as many rows as one of its results; none of other nodes."""
     op, name = called_op(node), called_name(node)
     own = op_name(node) == _TRITON_KERNEL if op is None else name_of(op).partition(".")[0] not in _NOT_OF_PROGRAMS
-    if not own or communicates(node) or _MIXING_WORDS.search(name):
+    if not own or _acts_as_collective(node) or _MIXING_WORDS.search(name):
         return []
     results = [shape for value in _values(node) if (shape := _rows(value)) is not None]
     sources = ((source, _rows(source.meta.get("val"))) for source in node.all_input_nodes)
     return [source for source, rows in sources if rows is not None and any(_same(rows, other) for other in results)]
+
+
+def _acts_as_collective(node: fx.Node) -> bool:
+    """True for what communicates, or is called so: the words only choose what is told of a miss."""
+    return surely_starts(node) or looks_collective(called_name(node))
 
 
 def _values(node: fx.Node) -> Iterable[Any]:
@@ -174,6 +182,13 @@ def names(nodes: Sequence[fx.Node]) -> str:
     steps = [short_name(node) for node in nodes]
     shown = steps if len(steps) <= 6 else [*steps[:3], "...", *steps[-2:]]
     return " -> ".join(shown)
+
+
+def to_register(opaque: Iterable[fx.Node]) -> str:
+    """Opaque ops, for people, with the line that registers each if it is local; at most three."""
+    found = list(dict.fromkeys(name for node in opaque for name in opaque_ops(node)))
+    told = [f'{name}: register_local("{schema_name(name)}")' if "." in name else name for name in found[:3]]
+    return ", ".join([*told, *(["..."] if len(found) > 3 else [])])
 
 
 def is_vector(node: fx.Node | None) -> bool:

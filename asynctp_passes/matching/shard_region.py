@@ -189,8 +189,12 @@ class ShardRegion:
 
     def late(self, node: fx.Node) -> Refusal | None:
         """Why a tensor that a rank needs besides its shard is not there where the fused op may stand."""
-        in_time = self.context.comes_by(self._until, node)
-        return None if in_time else Refusal(reasons.OPERAND_COMMUNICATED_LATER, node.name)
+        if self.context.comes_by(self._until, node):
+            return None
+        passed = self.context.opaque_passed(self.gather, node)
+        if passed:
+            return Refusal(reasons.OPAQUE_OP_BETWEEN, f"{node.name} needs {near_miss.to_register(passed)}")
+        return Refusal(reasons.OPERAND_COMMUNICATED_LATER, node.name)
 
     def twin(self, node: fx.Node) -> fx.Node:
         """The first root that holds what the root of a member holds."""
