@@ -1,4 +1,4 @@
-"""What asynctp knows of ops: torch's own, those of some libraries, and those that programs register.
+"""Facts about ops that their schemas do not tell: torch's own ops, those of libraries, and those that programs register.
 
 Of collectives and matmuls these are the roles of their arguments; of other ops, what is promised of them.
 
@@ -31,6 +31,7 @@ __all__ = [
     "MatmulOp",
     "Promise",
     "RegistryError",
+    "can_promise",
     "collective_op",
     "digest",
     "is_registered",
@@ -50,7 +51,7 @@ CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "other"]
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 Promise = Literal["local", "rowwise"]
-"""What `register_local` and `register_rowwise` promise of an op."""
+"""Promises of an op: what `register_local` and `register_rowwise` give."""
 
 _OWN_LOCAL = ("asynctp::wait",)
 
@@ -184,7 +185,7 @@ def _overload(name: str) -> str:
 
 
 def promise_of(name: str) -> Promise | None:
-    """What is known of an op, by the name of its overload, besides that it is a collective; None: it may communicate.
+    """The promise that an op keeps, by the name of its overload; None for a collective, and for what may communicate.
 
     A registered collective communicates, whatever namespace is promised to be local. Of several promises that fit, that
     of rows counts, which is the stronger one.
@@ -196,6 +197,11 @@ def promise_of(name: str) -> Promise | None:
     if found:
         return "rowwise" if "rowwise" in found else "local"
     return "local" if name in _registered_matmuls or _is_known_local(own) else None
+
+
+def can_promise(name: str) -> bool:
+    """True for an overload of a namespace of which something can be promised: not torch's, and not asynctp's."""
+    return name.partition(".")[0] not in _KNOWN_NAMESPACES and collective_op(name) is None
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import reasons
+from asynctp_passes import compat, reasons
 from asynctp_passes.ir.collectives import looks_collective
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import (
@@ -33,7 +33,7 @@ from asynctp_passes.ir.nodes import (
     traits_of,
 )
 from asynctp_passes.ir.order import opaque_ops, surely_starts
-from asynctp_passes.ir.registry import schema_name
+from asynctp_passes.ir.registry import can_promise, promise_of, schema_name
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
 
@@ -43,7 +43,9 @@ __all__ = [
     "callers",
     "computed_from",
     "inputs_next_to",
+    "is_registered_rowwise",
     "is_vector",
+    "known_rowwise",
     "names",
     "only_scales",
     "quantizes",
@@ -71,12 +73,12 @@ def transparent(node: fx.Node) -> bool:
 
 def users_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The users through which a collective is still 'next to' a matmul."""
-    return node.users if transparent(node) else ()
+    return node.users if transparent(node) or is_registered_rowwise(node) else ()
 
 
 def inputs_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The inputs through which a collective is still 'next to' a matmul."""
-    return node.all_input_nodes if transparent(node) else ()
+    return node.all_input_nodes if transparent(node) or is_registered_rowwise(node) else ()
 
 
 def computed_from(node: fx.Node) -> Iterable[fx.Node]:
@@ -189,6 +191,19 @@ def to_register(opaque: Iterable[fx.Node]) -> str:
     found = list(dict.fromkeys(name for node in opaque for name in opaque_ops(node)))
     told = [f'{name}: register_local("{schema_name(name)}")' if "." in name else name for name in found[:3]]
     return ", ".join([*told, *(["..."] if len(found) > 3 else [])])
+
+
+def is_registered_rowwise(node: fx.Node) -> bool:
+    """True for an op that is registered to work row by row."""
+    return promise_of(op_name(node)) == "rowwise"
+
+
+def known_rowwise(node: fx.Node) -> str:
+    """The words for a row-wise operation that a node is not known to be, with the line that would register it."""
+    name = op_name(node)
+    if not compat.is_op(node.target) or not can_promise(name):
+        return "a row-wise operation"
+    return f'known to be row-wise: if it is, register_rowwise("{schema_name(name)}")'
 
 
 def is_vector(node: fx.Node | None) -> bool:
