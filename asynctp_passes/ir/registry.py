@@ -1,4 +1,4 @@
-"""Facts about ops that their schemas do not tell: torch's own ops, those of libraries, and those that programs register.
+"""Facts about ops that schemas do not tell: of torch's own ops, of libraries', and of those that programs register.
 
 Of collectives and matmuls these are the roles of their arguments; of other ops, what is promised of them.
 
