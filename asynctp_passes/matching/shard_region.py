@@ -32,6 +32,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from asynctp_passes import compat, reasons
@@ -49,7 +50,7 @@ from asynctp_passes.ir.nodes import (
     traits_of,
     value_of,
 )
-from asynctp_passes.ir.sizes import Size, product, quotient, same
+from asynctp_passes.ir.sizes import Size, identical, product, quotient, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks
@@ -341,7 +342,28 @@ class ShardRegion:
             return Refusal(reasons.MIXES_RANKS, "a row has parts of several ranks")
         shared = (operand for operand in node.all_input_nodes if operand not in self.members)
         refused = next((refusal for one in shared if (refusal := self._shared_operand(one)) is not None), None)
-        return refused or self._of_one_device(node) or places[0]
+        return refused or self._of_one_device(node) or self._not_on_a_part(node, places[0][0]) or places[0]
+
+    def _not_on_a_part(self, node: fx.Node, dim: int) -> Refusal | None:
+        """Why an op's fake implementation does not make a rank's part of a result from its parts of the operands."""
+
+        def part_of(value: torch.Tensor) -> torch.Tensor:
+            return value.narrow(dim, 0, value.shape[dim] // self.gather.group_size)
+
+        def argument(operand: fx.Node) -> torch.Tensor:
+            return part_of(value_of(operand)) if operand in self.members else value_of(operand)
+
+        assert compat.is_op(node.target)
+        try:
+            with compat.without_guards(value_of(node)):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
+                made, wanted = node.target(*args, **kwargs), part_of(value_of(node))
+        except Exception as error:  # of the program's own code
+            facts = f"its fake implementation fails for a rank's rows: {type(error).__name__}: {error}"
+            return Refusal(reasons.COMPUTED_BETWEEN, facts[:200])
+        if made.dtype == wanted.dtype and all(map(identical, made.shape, wanted.shape)):
+            return None
+        return Refusal(reasons.COMPUTED_BETWEEN, f"of a rank's rows its fake implementation makes {list(made.shape)}")
 
     def _shared_operand(self, operand: fx.Node) -> Refusal | None:
         """Why an operand from outside the region is not one that every rank has, by the promise of a row-wise op."""
