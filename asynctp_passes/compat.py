@@ -145,6 +145,11 @@ def is_op(target: object) -> TypeGuard[torch._ops.OpOverload]:
     return isinstance(target, torch._ops.OpOverload)
 
 
+def is_higher_order(target: object) -> bool:
+    """True for an op that runs others, such as `torch.cond`."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 # --- graphs -------------------------------------------------------------------------------------------
 
 
@@ -904,8 +909,29 @@ def keep_unused(op: torch._ops.OpOverload) -> None:
     has_side_effect(op)
 
 
+_IN_ORDER = "asynctp_in_order"
+
+
+def mark_in_order(graph: fx.Graph) -> None:
+    """Mark a graph, and those that it runs, in which the ops of `lower_in_order` keep their order; in others not."""
+    if graph.owning_module is not None:
+        graph.owning_module.meta[_IN_ORDER] = True
+
+
+def _is_in_order() -> bool:
+    """True while Inductor lowers a graph that is marked, or one that such a graph runs."""
+    from torch._inductor.virtualized import V
+
+    lowering: Any = V.graph
+    while lowering is not None:
+        if getattr(lowering.module, "meta", {}).get(_IN_ORDER):
+            return True
+        lowering = getattr(lowering, "parent", None)
+    return False
+
+
 def lower_in_order(ops: Iterable[torch._ops.OpOverload]) -> bool:
-    """Have Inductor keep calls of these ops in the graph's order, among one another and with torch's collectives.
+    """Have Inductor keep calls of these ops in a marked graph's order, with one another and torch's collectives.
 
     Its scheduler does so with what it takes for collectives.
 
@@ -959,7 +985,8 @@ def _lower_as(kernel: Any, op: torch._ops.OpOverload) -> bool:
         return ir.TensorBox.create(result) if isinstance(result, ir.IRNode) else result
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
-        return pytree.tree_map(tensor, create(op, *args, **kwargs))
+        made = create if _is_in_order() else ir.FallbackKernel.create
+        return pytree.tree_map(tensor, made(op, *args, **kwargs))
 
     constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
     make_fallback: Any = lowering.make_fallback

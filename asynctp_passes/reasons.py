@@ -386,6 +386,13 @@ OPERAND_COMMUNICATED_LATER = _miss(
     "stands where the all-gather stands, since ranks share nothing but the order of their collectives",
     "run the other collective before the all-gather",
 )
+OPAQUE_OP_BETWEEN = _miss(
+    "ATP213",
+    "OPAQUE_OP_BETWEEN",
+    "an op that asynctp does not know may communicate inside, and the fused op would change places with it",
+    "if it communicates with no other rank, say so before the first compile: asynctp_passes.register_local, as printed "
+    "here. Otherwise run it before the collective, or after what is fused with that",
+)
 RANDOM_BETWEEN = _miss(
     "ATP209",
     "RANDOM_BETWEEN",

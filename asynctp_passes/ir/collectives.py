@@ -17,7 +17,7 @@ from torch import fx
 from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import arguments, called_name, first_tensor, items_of, op_name, tensor_of
-from asynctp_passes.ir.registry import CollectiveKind, CollectiveOp, collective_op, is_registered
+from asynctp_passes.ir.registry import CollectiveKind, CollectiveOp, collective_op, is_registered, promise_of
 from asynctp_passes.ir.sizes import Sizes, identical
 
 __all__ = [
@@ -65,7 +65,7 @@ def _read_collective(node: fx.Node) -> Sequence[Collective]:
     read = [member for member in members if member is not None]
     if read and len(read) == len(members):
         return read
-    known = op is not None or looks_collective(called_name(node))
+    known = op is not None or (looks_collective(called_name(node)) and promise_of(called_name(node)) is None)
     return [Collective(node, "other", first_tensor(node))] if known else []
 
 

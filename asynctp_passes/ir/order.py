@@ -2,30 +2,37 @@
 
 Ranks share the order in which they call collectives, and nothing else: what a rank computes beside them is its own.
 So each node that communicates stays after the one before it, whatever is done to the graph. A wait is no communication.
+
+An op of another library may communicate inside, and nothing tells: unless it is known or registered to be local, it is
+*opaque*, and a fixed point among what communicates. A fused op may come after a later collective if all ranks agree.
+It never comes after an opaque op that its collective comes before, or the other way round.
 """
 
 from __future__ import annotations
 
-import functools
-import re
+import enum
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import fx
 
 from asynctp_passes import compat
-from asynctp_passes.ir.collectives import looks_collective
-from asynctp_passes.ir.nodes import called_op, is_size, name_of, op_name, subgraphs_of
-from asynctp_passes.ir.registry import collective_op
+from asynctp_passes.ir.local_ops import RUNNERS
+from asynctp_passes.ir.nodes import arguments, called_op, is_size, name_of, op_name, subgraphs_of
+from asynctp_passes.ir.registry import collective_op, promise_of, surely_communicates
 
 __all__ = [
     "communicates",
     "communications",
     "in_turn",
+    "is_opaque",
     "latest_communication",
+    "opaque_ops",
     "program_order",
     "record_order",
     "recorded_place",
+    "surely_starts",
     "unrecorded",
 ]
 
@@ -35,40 +42,79 @@ _PLACE = "asynctp_place"
 _WITH_WAITS = "_c10d_functional"
 """The namespaces of ops that Inductor does not move, since waits follow them, begin so."""
 
-_OWN_WAIT = "asynctp.wait.default"
-_OTHER_WORDS = re.compile(r"(?:^|_)(?:broadcast|send|recv|isend|irecv|barrier|dispatch|combine|all2all)(?:_|$)")
-"""Words in the names of ops that may communicate, besides those of collectives. To keep their order costs little."""
+
+class _Talk(enum.IntEnum):
+    """Whether something communicates with other ranks."""
+
+    NEVER = 0
+    MAY = 1
+    SURELY = 2
 
 
 def communicates(node: fx.Node) -> bool:
-    """True for a node that starts to communicate with other ranks, or runs one that does; it may only look as if."""
+    """True for a node that starts to communicate with other ranks, or runs one that does; or may, as it is opaque."""
+    return _talk_of(node) > _Talk.NEVER
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """True for a node that may communicate: it runs an op of which nothing is known."""
+    return _talk_of(node) is _Talk.MAY
+
+
+def surely_starts(node: fx.Node) -> bool:
+    """True for a node that starts to communicate: a collective that is known or registered, or what runs one."""
+    return _talk_of(node) is _Talk.SURELY
+
+
+def _talk_of(node: fx.Node) -> _Talk:
     if node.op != "call_function":
-        return False
-    op = called_op(node)
-    ops = [node.target] if op is None else [op]
-    named = ops if compat.is_op(node.target) else [*ops, *filter(compat.is_op, node.args)]  # an op that runs an op
-    if any(_communicates(name_of(one)) for one in named if compat.is_op(one)):
-        return True
-    return any(communicates(step) for graph in subgraphs_of(node) for step in graph.nodes)
+        return _Talk.NEVER
+    ops, graphs = _ops_run_by(node), subgraphs_of(node)
+    found = [_talk_of_op(name_of(op)) for op in ops]
+    found += [_talk_of(step) for graph in graphs for step in graph.nodes]
+    if not ops and not graphs and compat.is_higher_order(node.target) and op_name(node) not in RUNNERS:
+        found.append(_Talk.MAY)
+    return max(found, default=_Talk.NEVER)
 
 
-def _communicates(name: str) -> bool:
-    return _is_named_so(name) or collective_op(name) is not None
+def _ops_run_by(node: fx.Node) -> list[Any]:
+    """The op that a node calls; of a higher-order op those among its arguments."""
+    return [node.target] if compat.is_op(node.target) else list(filter(compat.is_op, node.args))
 
 
-@functools.cache
-def _is_named_so(name: str) -> bool:
-    namespace, _, rest = name.partition(".")
-    if namespace in ("aten", "prims"):
-        return False
-    if namespace == "asynctp":
-        return name != _OWN_WAIT
-    return looks_collective(name) or bool(_OTHER_WORDS.search(rest.partition(".")[0]))
+def _talk_of_op(name: str) -> _Talk:
+    if promise_of(name) is not None:
+        return _Talk.NEVER
+    return _Talk.SURELY if surely_communicates(name) else _Talk.MAY
+
+
+def opaque_ops(node: fx.Node) -> list[str]:
+    """The names of the ops that make a node opaque, and those of other functions that nobody sees into."""
+    inner = [name for graph in subgraphs_of(node) for step in graph.nodes for name in opaque_ops(step)]
+    own = [name for op in _ops_run_by(node) if _talk_of_op(name := name_of(op)) is _Talk.MAY]
+    return list(dict.fromkeys([*own, *inner])) or ([op_name(node)] if is_opaque(node) else [])
 
 
 def communications(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Those of some nodes that communicate, in the same order."""
-    return [node for node in nodes if communicates(node)]
+    """Those of some nodes that communicate, in the same order.
+
+    Opaque ops count where something surely communicates with several ranks. Of all else nothing is to be kept in order.
+    """
+    talking = [(node, talk) for node in nodes if (talk := _talk_of(node))]
+    sure = [node for node, talk in talking if talk is _Talk.SURELY]
+    return [node for node, _ in talking] if any(map(_is_of_several, sure)) else sure
+
+
+def _is_of_several(node: fx.Node) -> bool:
+    """False for a collective of one rank."""
+    if called_op(node) is None:
+        return True
+    values, op = arguments(node), collective_op(op_name(node))
+    size = values.get(op.size) if op is not None and isinstance(op.size, str) else None
+    if isinstance(size, int):
+        return size != 1
+    group = values.get(op.group if op is not None else "group_name", values.get("group"))
+    return compat.size_of_group(group.meta.get("val") if isinstance(group, fx.Node) else group) != 1
 
 
 def in_turn(starts: Sequence[fx.Node], inputs: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, Sequence[fx.Node]]:
@@ -117,15 +163,19 @@ def _is_recorded(node: fx.Node) -> bool:
     return _PLACE in node.meta
 
 
-def latest_communication(graph: fx.Graph, items: Container[fx.Node] = ()) -> dict[fx.Node, int]:
+def latest_communication(
+    graph: fx.Graph, items: Container[fx.Node] = (), *, surely: bool = False
+) -> dict[fx.Node, int]:
     """For each node the place in the graph of the last communication that its values depend on; -1 without any.
 
-    Of several tensors that are communicated together each of the `items` counts as communicated where it stands.
+    Of several tensors that are communicated together each of the `items` counts as communicated where it stands. Opaque
+    ops do not count with `surely`.
     """
     found: dict[fx.Node, int] = {}
+    starts = surely_starts if surely else communicates
     for place, node in enumerate(graph.nodes):
         above = (found[source] for source in _read(node))
-        found[node] = place if node in items or communicates(node) else max(above, default=-1)
+        found[node] = place if node in items or starts(node) else max(above, default=-1)
     return found
 
 

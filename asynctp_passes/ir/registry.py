@@ -1,21 +1,27 @@
-"""Roles of the arguments of collectives and matmuls, by op: torch's own, and those that programs register.
+"""Facts about ops that schemas do not tell: of torch's own ops, of libraries', and of those that programs register.
+
+Of collectives and matmuls these are the roles of their arguments; of other ops, what is promised of them.
 
     register_collective(torch.ops.vllm.all_gather, kind="all_gather", input="x", dim="dim", size="world_size",
                         group="group_name")
 
 A descriptor names the arguments of an op's schema by their roles. It is all that the pass knows about an op, so it
-promises what the op computes; what it promises is written at the class.
+promises what the op computes; what it promises is written at the class. Names decide nothing: an op without a
+descriptor and without a promise may communicate.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from asynctp_passes import compat
+from asynctp_passes.ir.local_ops import COMMUNICATING, LIBRARIES, TORCH
 
 __all__ = [
     "ADDMM",
@@ -23,19 +29,31 @@ __all__ = [
     "CollectiveKind",
     "CollectiveOp",
     "MatmulOp",
+    "Promise",
     "RegistryError",
+    "can_promise",
     "collective_op",
     "digest",
     "is_registered",
     "matmul_op",
+    "promise_of",
     "register_collective",
+    "register_local",
     "register_matmul",
+    "register_rowwise",
+    "schema_name",
+    "surely_communicates",
     "unregister",
 ]
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "other"]
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+Promise = Literal["local", "rowwise"]
+"""Promises of an op: what `register_local` and `register_rowwise` give."""
+
+_OWN_LOCAL = ("asynctp::wait",)
 
 
 class RegistryError(ValueError):
@@ -137,6 +155,8 @@ _MATMULS: dict[str, MatmulOp] = {
 # --- those of programs --------------------------------------------------------------------------------------
 _registered_collectives: dict[str, CollectiveOp] = {}
 _registered_matmuls: dict[str, MatmulOp] = {}
+_registered_promises: dict[str, Promise] = {}
+"""By a name or pattern (`"mylib::norm"`, `"mylib::*"`)."""
 
 
 def collective_op(name: str) -> CollectiveOp | None:
@@ -154,9 +174,57 @@ def matmul_op(name: str) -> MatmulOp | None:
     return _MATMULS.get(name) or _registered_matmuls.get(name)
 
 
+def schema_name(name: str) -> str:
+    """The name of an op's schema, as it is registered: `"mylib::norm"` for the overload `"mylib.norm.default"`."""
+    return _overload(name).partition(".")[0]
+
+
+def _overload(name: str) -> str:
+    """`"mylib::norm.default"` for `"mylib.norm.default"`."""
+    return name.replace(".", "::", 1)
+
+
+def promise_of(name: str) -> Promise | None:
+    """The promise that an op keeps, by the name of its overload; None for a collective, and for what may communicate.
+
+    A registered collective communicates, whatever namespace is promised to be local. Of several promises that fit, that
+    of rows counts, which is the stronger one.
+    """
+    if collective_op(name) is not None:
+        return None
+    own = _overload(name)
+    found = {promise for pattern, promise in _registered_promises.items() if _fits(own, pattern)}
+    if found:
+        return "rowwise" if "rowwise" in found else "local"
+    return "local" if name in _registered_matmuls or _is_known_local(own) else None
+
+
+def can_promise(name: str) -> bool:
+    """True for an overload of a namespace of which something can be promised: not torch's, and not asynctp's."""
+    return name.partition(".")[0] not in _KNOWN_NAMESPACES and collective_op(name) is None
+
+
+@functools.cache
+def _is_known_local(name: str) -> bool:
+    return any(_fits(name, pattern) for pattern in (*TORCH, *LIBRARIES, *_OWN_LOCAL))
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """True for the overload of a name, and for each of them where the pattern names none."""
+    if pattern.endswith("*"):
+        return name.startswith(pattern[:-1])
+    return name == pattern or name.startswith(f"{pattern}.")
+
+
+def surely_communicates(name: str) -> bool:
+    """True for a collective, by the name of its overload: torch's or asynctp's, or one that is registered."""
+    known = collective_op(name) is not None or name.partition(".")[0] in ("asynctp", *COMMUNICATING)
+    return known and promise_of(name) is None
+
+
 def digest() -> str:
     """A hash of what is registered: a part of the key that graphs are cached under."""
-    entries = sorted({**_registered_collectives, **_registered_matmuls}.items())
+    entries = sorted({**_registered_collectives, **_registered_matmuls, **_registered_promises}.items())
     return hashlib.sha256(repr(entries).encode()).hexdigest()[:16]
 
 
@@ -264,18 +332,95 @@ def register_matmul(
     return descriptor
 
 
+def register_local(op: Any) -> None:
+    """Promise that an op communicates with no other rank, in this process and from now on.
+
+    asynctp and Inductor may then move collectives past it. An op of which nothing is known keeps its place among them.
+
+    Args:
+        op: The op: an overload, a packet (which stands for all its overloads), or a name or namespace as text, of ops
+            that need not exist yet: `"mylib::norm"`, `"mylib::*"`.
+
+    Raises:
+        RegistryError: It is no op and no such name, or a collective.
+    """
+    _promise(op, "local")
+
+
+def register_rowwise(op: Any) -> None:
+    """Promise that an op works row by row, and communicates with no other rank.
+
+    A row is what the last dimension holds. Each row of each result depends on the row at the same place of each tensor
+    argument that has all sizes of the result but the last one, and has the same bits whatever the other rows are, and
+    however many. All other arguments (weights, numbers) are the same on all ranks, in every call. The op has no effect.
+
+    asynctp may then do it on each rank's rows before an all-gather in place of after it. That takes an op with one
+    result, whose other tensors have one dimension at most.
+
+    Args:
+        op: As for `register_local`.
+
+    Raises:
+        RegistryError: It is no op and no such name, or a collective.
+    """
+    _promise(op, "rowwise")
+
+
 def unregister(op: Any) -> None:
-    """Forget an op that was registered.
+    """Forget an op that was registered, in whichever ways; or a name or namespace as text.
 
     Raises:
         RegistryError: It was not.
     """
-    found = _Schema(op)
-    tables = [table for table in (_registered_collectives, _registered_matmuls) if found.name in table]
-    if not tables:
-        raise RegistryError(f"asynctp: {found.name} cannot be unregistered: it is not registered")
-    for table in tables:
-        del table[found.name]
+    pattern = _pattern(op)
+    names = [str(one) for one in _overloads(op)]
+    tables: tuple[dict[str, Any], ...] = (_registered_collectives, _registered_matmuls, _registered_promises)
+    found = [(table, key) for table in tables for key in {pattern, *names, *map(_overload, names)} if key in table]
+    if not found:
+        raise RegistryError(f"asynctp: {pattern} cannot be unregistered: it is not registered")
+    for table, key in found:
+        del table[key]
+
+
+# --- checking a promise ---------------------------------------------------------------------------------------
+_NAME = re.compile(r"[A-Za-z_]\w*::(\w+(\.\w+)?|\w*\*)")
+_KNOWN_NAMESPACES = {"asynctp", *COMMUNICATING, *(name.partition("::")[0] for name in TORCH)}
+
+
+def _promise(op: Any, promise: Promise) -> None:
+    pattern = _pattern(op)
+    problem = None
+    if pattern.partition("::")[0] in _KNOWN_NAMESPACES:
+        problem = "the pass knows the ops of this namespace already; give an op of another one"
+    elif any(str(one) in _registered_collectives for one in _overloads(op)):
+        problem = "it is registered as a collective, which communicates; unregister it first"
+    elif promise == "rowwise" and any(_Schema(one).writes() for one in _overloads(op)):
+        problem = "it writes to its arguments; use register_local for it"
+    if problem is not None:
+        raise RegistryError(f"asynctp: {pattern} cannot be registered: {problem}")
+    _registered_promises[pattern] = promise
+
+
+def _overloads(op: Any) -> list[Any]:
+    """The overloads that are meant by an op; none for text."""
+    if isinstance(op, str):
+        return []
+    return [op] if compat.is_op(op) else [getattr(op, name) for name in op.overloads()]
+
+
+def _pattern(op: Any) -> str:
+    """The name by which a promise is kept: of an overload, of all of a packet, or what was given as text."""
+    if isinstance(op, str):
+        if _NAME.fullmatch(op):
+            return op
+        how = 'it is not a name; give namespace::name, namespace::beginning* or namespace::*, as "mylib::norm"'
+        raise RegistryError(f"asynctp: {op!r} cannot be registered: {how}")
+    if compat.is_op(op):
+        return _overload(str(op))
+    if getattr(op, "overloads", None) is None:
+        how = 'it is not an op; give an overload such as torch.ops.mylib.norm.default, or its name, as "mylib::norm"'
+        raise RegistryError(f"asynctp: {op} cannot be registered: {how}")
+    return _overload(str(op))
 
 
 # --- checking a descriptor ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective, Matmul
 from asynctp_passes.ir.matmuls import feeds_left_operand, is_matmul
 from asynctp_passes.ir.nodes import is_pointwise, is_random, is_size, mutates, tensor_of, value_of, written_by
-from asynctp_passes.ir.order import communications, latest_communication
+from asynctp_passes.ir.order import communications, is_opaque, latest_communication
 from asynctp_passes.ir.sizes import Size, Sizes, product, same
 from asynctp_passes.ir.traversal import reachable, segments
 from asynctp_passes.layout.index_map import IndexMap
@@ -173,14 +173,35 @@ class MatchContext:
     def until(self, gather: Collective) -> int:
         """The place of the last communication that the fused op of a gather may follow: none after it needs the gather.
 
-        Of a `fixed` gather it is the place of its own.
+        Nor is any of them opaque. Of a `fixed` gather it is the place of its own.
         """
+        return self._limit(gather, opaque=True)
+
+    def _limit(self, gather: Collective, opaque: bool) -> int:
+        """The same, where opaque ops count or do not."""
         start = self.order[gather.node]
         if gather.node in self.fixed:
             return start
         later = (node for node in self._communications if self.order[node] > start)
-        needs = (self.order[node] for node in later if self.depends(node, gather.node))
-        return next(needs, len(self.nodes)) - 1
+        ends = (self.order[node] for node in later if self.depends(node, gather.node) or (opaque and is_opaque(node)))
+        return next(ends, len(self.nodes)) - 1
+
+    def opaque_passed(self, gather: Collective, node: fx.Node) -> list[fx.Node]:
+        """The opaque ops that keep a tensor from being there in time for a gather's fused op; none if others do."""
+        start, last = self.order[gather.node], self._latest[node]
+        found = [one for one in self.opaque if start < self.order[one] <= last]
+        return found if found and self._latest_sure[node] <= self._limit(gather, opaque=False) else []
+
+    @functools.cached_property
+    def opaque(self) -> list[fx.Node]:
+        """The opaque ops: fixed points among what communicates."""
+        return [node for node in self._communications if is_opaque(node)]
+
+    @functools.cached_property
+    def _latest_sure(self) -> dict[fx.Node, int]:
+        """`_latest`, if no opaque op communicated."""
+        items = {one.node for one in self.collectives if one.call is not None}
+        return latest_communication(self.graph, items, surely=True)
 
     def comes_by(self, place: int, node: fx.Node) -> bool:
         """True for a tensor that depends on no communication after a place in the graph."""

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import reasons
+from asynctp_passes import compat, reasons
+from asynctp_passes.ir.collectives import looks_collective
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import (
     called_name,
@@ -31,7 +32,8 @@ from asynctp_passes.ir.nodes import (
     tensor_of,
     traits_of,
 )
-from asynctp_passes.ir.order import communicates
+from asynctp_passes.ir.order import opaque_ops, surely_starts
+from asynctp_passes.ir.registry import can_promise, promise_of, schema_name
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
 
@@ -41,11 +43,14 @@ __all__ = [
     "callers",
     "computed_from",
     "inputs_next_to",
+    "is_registered_rowwise",
     "is_vector",
+    "known_rowwise",
     "names",
     "only_scales",
     "quantizes",
     "reduces",
+    "to_register",
     "transparent",
     "users_next_to",
 ]
@@ -62,18 +67,18 @@ def transparent(node: fx.Node) -> bool:
 
     Not one that communicates too, such as a norm of what it reduces over ranks.
     """
-    named = bool(_rowwise_words(node)) and not communicates(node)
+    named = bool(_rowwise_words(node)) and not _acts_as_collective(node)
     return is_view(node) or is_pointwise(node) or reduces(node) or named
 
 
 def users_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The users through which a collective is still 'next to' a matmul."""
-    return node.users if transparent(node) else ()
+    return node.users if transparent(node) or is_registered_rowwise(node) else ()
 
 
 def inputs_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The inputs through which a collective is still 'next to' a matmul."""
-    return node.all_input_nodes if transparent(node) else ()
+    return node.all_input_nodes if transparent(node) or is_registered_rowwise(node) else ()
 
 
 def computed_from(node: fx.Node) -> Iterable[fx.Node]:
@@ -85,11 +90,16 @@ def _rows_of_own_op(node: fx.Node) -> list[fx.Node]:
     """The inputs of an op of the program's own that have as many rows as one of its results; none of other nodes."""
     op, name = called_op(node), called_name(node)
     own = op_name(node) == _TRITON_KERNEL if op is None else name_of(op).partition(".")[0] not in _NOT_OF_PROGRAMS
-    if not own or communicates(node) or _MIXING_WORDS.search(name):
+    if not own or _acts_as_collective(node) or _MIXING_WORDS.search(name):
         return []
     results = [shape for value in _values(node) if (shape := _rows(value)) is not None]
     sources = ((source, _rows(source.meta.get("val"))) for source in node.all_input_nodes)
     return [source for source, rows in sources if rows is not None and any(_same(rows, other) for other in results)]
+
+
+def _acts_as_collective(node: fx.Node) -> bool:
+    """True for what communicates, or is called so: the words only choose what is told of a miss."""
+    return surely_starts(node) or looks_collective(called_name(node))
 
 
 def _values(node: fx.Node) -> Iterable[Any]:
@@ -174,6 +184,26 @@ def names(nodes: Sequence[fx.Node]) -> str:
     steps = [short_name(node) for node in nodes]
     shown = steps if len(steps) <= 6 else [*steps[:3], "...", *steps[-2:]]
     return " -> ".join(shown)
+
+
+def to_register(opaque: Iterable[fx.Node]) -> str:
+    """Opaque ops, for people, with the line that registers each if it is local; at most three."""
+    found = list(dict.fromkeys(name for node in opaque for name in opaque_ops(node)))
+    told = [f'{name}: register_local("{schema_name(name)}")' if "." in name else name for name in found[:3]]
+    return ", ".join([*told, *(["..."] if len(found) > 3 else [])])
+
+
+def is_registered_rowwise(node: fx.Node) -> bool:
+    """True for an op that is registered to work row by row."""
+    return promise_of(op_name(node)) == "rowwise"
+
+
+def known_rowwise(node: fx.Node) -> str:
+    """The words for a row-wise operation that a node is not known to be, with the line that would register it."""
+    name = op_name(node)
+    if not compat.is_op(node.target) or not can_promise(name):
+        return "a row-wise operation"
+    return f'known to be row-wise: if it is, register_rowwise("{schema_name(name)}")'
 
 
 def is_vector(node: fx.Node | None) -> bool:

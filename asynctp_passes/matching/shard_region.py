@@ -12,6 +12,7 @@ of them from its own shard. Each is [outer, ranks, inner] along one of its dimen
     a pointwise op, a cast  elements meet elements of the same rank, or a value that is the same on all ranks and has
                             one element along the ranks' dimension, or the same number everywhere
     an amax or amin         over other dimensions than the ranks'
+    a registered op         that works row by row (`register_rowwise`), where a rank has whole rows
 
 The same ops on parts, in the same order and dtypes, give the parts of the same tensors, bit by bit: maxima do not
 depend on the order in which they are taken. So an amax over the ranks' dimension too is the maximum of those that the
@@ -20,7 +21,7 @@ order that may depend on the number of rows, so they end a region, as does whate
 
 What comes from outside the graph may differ by rank, and so may a number in it: one rank's graph does not say what the
 others' have. A tensor is the same on all ranks if a collective made it so. Numbers are taken to be the same in a
-quantization, where they are the limits of a format, and nowhere else.
+quantization, where they are the limits of a format, and in an op that is registered so; nowhere else.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from asynctp_passes import compat, reasons
@@ -48,7 +50,7 @@ from asynctp_passes.ir.nodes import (
     traits_of,
     value_of,
 )
-from asynctp_passes.ir.sizes import Size, product, quotient, same
+from asynctp_passes.ir.sizes import Size, identical, product, quotient, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks
@@ -189,8 +191,12 @@ class ShardRegion:
 
     def late(self, node: fx.Node) -> Refusal | None:
         """Why a tensor that a rank needs besides its shard is not there where the fused op may stand."""
-        in_time = self.context.comes_by(self._until, node)
-        return None if in_time else Refusal(reasons.OPERAND_COMMUNICATED_LATER, node.name)
+        if self.context.comes_by(self._until, node):
+            return None
+        passed = self.context.opaque_passed(self.gather, node)
+        if passed:
+            return Refusal(reasons.OPAQUE_OP_BETWEEN, f"{node.name} needs {near_miss.to_register(passed)}")
+        return Refusal(reasons.OPERAND_COMMUNICATED_LATER, node.name)
 
     def twin(self, node: fx.Node) -> fx.Node:
         """The first root that holds what the root of a member holds."""
@@ -289,6 +295,8 @@ class ShardRegion:
 
     def _by_elements(self, node: fx.Node) -> bool:
         """True for a reduction of all elements, and for an op on members of the result's shape and on numbers."""
+        if near_miss.is_registered_rowwise(node):
+            return False
         own, *others = (self.context.sizes.of(value_of(one)) for one in (node, *node.all_input_nodes))
         if near_miss.reduces(node):
             return same(product(own), 1)
@@ -310,7 +318,9 @@ class ShardRegion:
             return self._pointwise(node)
         if near_miss.reduces(node):
             return self._reduced(node)
-        return Refusal(reasons.COMPUTED_BETWEEN, "neither a view nor a row-wise operation")
+        if near_miss.is_registered_rowwise(node):
+            return self._rowwise(node)
+        return Refusal(reasons.COMPUTED_BETWEEN, f"neither a view nor {near_miss.known_rowwise(node)}")
 
     def _pointwise(self, node: fx.Node) -> _Place | Refusal:
         places = [self._from_last(operand) for operand in node.all_input_nodes if operand in self.members]
@@ -320,6 +330,51 @@ class ShardRegion:
         others = (operand for operand in node.all_input_nodes if operand not in self.members)
         refused = next((refusal for other in others if (refusal := self._other_operand(other, first[0]))), None)
         return refused or self._of_one_device(node) or first
+
+    def _rowwise(self, node: fx.Node) -> _Place | Refusal:
+        """The place of the ranks in the result of an op that is registered to work row by row: in whole rows."""
+        members = [operand for operand in node.all_input_nodes if operand in self.members]
+        places = [self._from_last(member) for member in members]
+        rows, *others = (self.context.sizes.of(value_of(one))[:-1] for one in (node, *members))
+        if not all(len(sizes) == len(rows) and all(map(same, sizes, rows)) for sizes in others):
+            return Refusal(reasons.COMPUTED_BETWEEN, "its result has other rows than what it is computed from")
+        if places[0][0] == -1 or not all(_same_place(place, places[0]) for place in places):
+            return Refusal(reasons.MIXES_RANKS, "a row has parts of several ranks")
+        shared = (operand for operand in node.all_input_nodes if operand not in self.members)
+        refused = next((refusal for one in shared if (refusal := self._shared_operand(one)) is not None), None)
+        return refused or self._of_one_device(node) or self._not_on_a_part(node, places[0][0]) or places[0]
+
+    def _not_on_a_part(self, node: fx.Node, dim: int) -> Refusal | None:
+        """Why an op's fake implementation does not make a rank's part of a result from its parts of the operands."""
+
+        def part_of(value: torch.Tensor) -> torch.Tensor:
+            return value.narrow(dim, 0, value.shape[dim] // self.gather.group_size)
+
+        def argument(operand: fx.Node) -> torch.Tensor:
+            return part_of(value_of(operand)) if operand in self.members else value_of(operand)
+
+        assert compat.is_op(node.target)
+        try:
+            with compat.without_guards(value_of(node)):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
+                made, wanted = node.target(*args, **kwargs), part_of(value_of(node))
+        except Exception as error:  # of the program's own code
+            facts = f"its fake implementation fails for a rank's rows: {type(error).__name__}: {error}"
+            return Refusal(reasons.COMPUTED_BETWEEN, facts[:200])
+        if made.dtype == wanted.dtype and all(map(identical, made.shape, wanted.shape)):
+            return None
+        return Refusal(reasons.COMPUTED_BETWEEN, f"of a rank's rows its fake implementation makes {list(made.shape)}")
+
+    def _shared_operand(self, operand: fx.Node) -> Refusal | None:
+        """Why an operand from outside the region is not one that every rank has, by the promise of a row-wise op."""
+        value = tensor_of(operand)
+        if value is None:
+            return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
+        if self.needs_gather(operand):
+            return self.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
+        if value.dim() > 1:
+            return Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} may have a row for each of the op's")
+        return self.late(operand)
 
     def _from_last(self, member: fx.Node) -> _Place:
         place = self.members[member]
@@ -426,7 +481,8 @@ def _same_place(a: _Place, b: _Place) -> bool:
 
 def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:
     """True when a pointwise op takes a number, or a tensor that is not computed from the gathered one."""
-    if traits_of(node).casts or traits_of(node).is_exact_reduction:
+    traits = traits_of(node)
+    if traits.casts or traits.is_exact_reduction or near_miss.is_registered_rowwise(node):
         return False
     values = (*node.args, *node.kwargs.values())
     return any(isinstance(value, int | float | complex) and not isinstance(value, bool) for value in values) or any(

@@ -29,7 +29,7 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.collectives import WAIT
 from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, tensor_of, traits_of, value_of
-from asynctp_passes.ir.order import communicates
+from asynctp_passes.ir.order import communicates, is_opaque
 from asynctp_passes.ir.traversal import steps_of
 from asynctp_passes.matching.chains import Bucket, Chain, Decision, dropped_collectives, fused_chains
 from asynctp_passes.matching.collapsed import collapsed
@@ -170,12 +170,13 @@ def _steps(
     """The graph's nodes in an order in which each fused chain is one step, its collective first; and their inputs.
 
     A chain stands where `rewrite` puts its op. In-place operations stay where they are, and what communicates stays in
-    order, but for what is `free`. A collective that runs beside products comes before them, and its wait after.
+    order, but for what is `free`, which passes no opaque op. A collective that runs beside products comes before them,
+    and its wait after.
     """
     chains = fused_chains(decisions)
     owners, inputs = collapsed(context.graph, context.sizes, chains, free)
     op_of = {node: chain.collective.node for chain in chains for node in nodes_of(chain.matmuls)}
-    for pair in (pair for decision in decisions for pair in order_beside(decision)):
+    for pair in [*(pair for decision in decisions for pair in order_beside(decision)), *_fixed(context.graph, free)]:
         first, then = (op_of.get(node, node) for node in pair)
         inputs[then] = [*inputs.get(then, then.all_input_nodes), first]
     position = {node: float(index) for index, node in enumerate(context.graph.nodes)}
@@ -186,6 +187,20 @@ def _steps(
     steps = steps_of(context.graph, owners, inputs, lambda own: (context.segments[own], position[own]))
     assert sum(map(len, steps)) == len(position), "find drops chains that cannot each be one step"
     return steps, inputs
+
+
+def _fixed(graph: fx.Graph, free: Container[fx.Node]) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The order of what is `free` and the opaque ops before and after it."""
+    last: fx.Node | None = None
+    waiting: list[fx.Node] = []
+    for node in graph.nodes:
+        if node in free:
+            waiting.append(node)
+            if last is not None:
+                yield last, node
+        elif is_opaque(node):
+            yield from ((one, node) for one in waiting)
+            last, waiting = node, []
 
 
 def _move_sources(
@@ -237,7 +252,7 @@ def _sources(step: Sequence[fx.Node], inputs: Inputs) -> list[fx.Node]:
 def _cheap(step: Sequence[fx.Node], chosen: set[fx.Node]) -> bool:
     """True for work that may change its place: it costs about what reading its inputs costs, and changes nothing."""
     node = step[0]
-    if len(step) > 1 or mutates(node):
+    if len(step) > 1 or mutates(node) or is_opaque(node):
         return False
     if node.op != "call_function":
         return True

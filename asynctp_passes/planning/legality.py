@@ -14,11 +14,13 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import describe, mutates, tensor_of, value_of
+from asynctp_passes.ir.order import communications, is_opaque
 from asynctp_passes.ir.records import Answers
 from asynctp_passes.ir.scales import scales_mismatch
 from asynctp_passes.ir.sizes import Sizes, are_one, express, identical
 from asynctp_passes.ir.traversal import draws
 from asynctp_passes.matching.chains import Candidate, GatherChain
+from asynctp_passes.matching.near_miss import to_register
 from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.planning.cost_model import bytes_of, cost_of, hoist_pays
 from asynctp_passes.planning.deviations import LOCAL, Words
@@ -269,6 +271,19 @@ def nothing_mutated_in_between(candidate: Candidate, context: Context) -> Refusa
     return Refusal(reasons.MUTATED_IN_BETWEEN, ", ".join(node.name for node in between))
 
 
+def passes_nothing_opaque(candidate: Candidate, context: Context) -> Refusal | None:
+    """All that a fused op stands for lies on one side of each op that may communicate, as does its place."""
+    chain = candidate.chain
+    if chain is None:
+        return None
+    places = [one.start for one in chain.collectives] + ([] if chain.follows is None else [chain.follows])
+    if len(places) == 1:
+        return None
+    opaque = [node for node in communications(context.graph.nodes) if is_opaque(node)]
+    passed = [node for node in opaque if min(places) < node <= max(places)]
+    return Refusal(reasons.OPAQUE_OP_BETWEEN, to_register(passed)) if passed else None
+
+
 def kept_gather_can_move(candidate: Candidate, context: Context) -> Refusal | None:
     """A gather that stays beside a fused op comes after it, on all ranks: with the op it passes no random numbers."""
     chain = candidate.chain
@@ -440,6 +455,7 @@ CHECKS: tuple[Check, ...] = (
     reduce_op_supported,
     chain_proven,
     nothing_mutated_in_between,
+    passes_nothing_opaque,
     kept_gather_can_move,
     values_known,
     device_supported,

@@ -21,8 +21,17 @@ from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import called_name, called_op, name_of, op_name
-from asynctp_passes.ir.order import communicates, communications, in_turn, program_order, unrecorded
+from asynctp_passes.ir.order import (
+    communicates,
+    communications,
+    in_turn,
+    is_opaque,
+    opaque_ops,
+    program_order,
+    unrecorded,
+)
 from asynctp_passes.ir.traversal import draws, live, phase_of, reachable, segments, steps_of
+from asynctp_passes.matching.near_miss import to_register
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning import cost_model
 from asynctp_passes.rewriting import toposort
@@ -150,8 +159,18 @@ def keep_order(graph: fx.Graph, ordered: Mapping[fx.Node, Sequence[fx.Node]]) ->
     """Have Inductor keep the order of what communicates, and run each node after those that `ordered` lists for it."""
     after = {node: list(earlier) for node, earlier in ordered.items()}
     starts = communications(graph.nodes) if compat.is_compiled(graph) else []
-    called = {op for op in map(called_op, starts) if op is not None and not name_of(op).startswith(_TORCHS)}
-    if not compat.lower_in_order(called):
+    ops = list(map(called_op, starts))
+    called = {op for op in ops if op is not None and not name_of(op).startswith(_TORCHS)}
+    if opaque := dict.fromkeys(name for node in starts for name in opaque_ops(node)):
+        log.info(
+            "asynctp: %s: %s may communicate: asynctp does not know them, and keeps their places among collectives. "
+            "Remedy for what communicates with no other rank: %s",
+            *(compat.compile_name(), ", ".join(opaque), to_register(filter(is_opaque, starts))),
+        )
+    if starts:
+        compat.mark_in_order(graph)
+    lowered = compat.lower_in_order(called)
+    if None in ops or not lowered:  # a higher-order op has no kernel of its own
         for place, node in enumerate(starts[1:], 1):
             after.setdefault(node, []).extend(_as_far_as_used(starts[:place]))
     if unordered := compat.keep_order(graph, after):

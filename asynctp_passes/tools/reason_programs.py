@@ -88,6 +88,15 @@ def takes(**arguments: list[Any] | bool) -> Callable[[Callable[..., Any]], Calla
     return enter
 
 
+@torch.library.custom_op("asynctp_reasons::exchange", mutates_args=())
+def exchange(x: Tensor) -> Tensor:
+    """An op of another library, of which asynctp knows nothing: it may communicate."""
+    return x.clone()
+
+
+exchange.register_fake(torch.empty_like)
+
+
 # --- 1xx structure -----------------------------------------------------------------------------------------------
 @takes(x=[4, 8], w=[8, 12])
 def atp101_missed(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
@@ -403,6 +412,18 @@ def atp211_missed(a: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
 @takes(a=[16, 4], w=[4, 8])
 def atp211_mended(a: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
     return all_reduce(a @ w, "sum", group).t()
+
+
+@takes(x=[4, 8], w=[8, 12])
+def atp213_missed(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+    whole = all_gather_tensor(x, 0, group)
+    return whole @ exchange(w)
+
+
+@takes(x=[4, 8], w=[8, 12])
+def atp213_mended(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+    weight = exchange(w)  # or, if it communicates with no other rank: register_local("asynctp_reasons::exchange")
+    return all_gather_tensor(x, 0, group) @ weight
 
 
 @takes(x=[4, 8], w=[8, 12], deviate=False)

@@ -34,8 +34,8 @@ from torch.distributed._functional_collectives import (
 )
 from torch.fx import Graph, Node
 
-from asynctp_passes import AsyncTPPass, Config, RematerializePass, compat
-from asynctp_passes.ir.order import communicates, communications
+from asynctp_passes import AsyncTPPass, Config, RematerializePass, compat, register_local, unregister
+from asynctp_passes.ir.order import communicates, communications, is_opaque
 from asynctp_passes.ops import matmul_reduce_scatter
 
 _CALL = re.compile(r"torch\.ops\.(?P<op>\w+\.\w+)\.default\((?P<arguments>.*)\)")
@@ -193,7 +193,63 @@ def number(local: int, groups: Groups) -> list[Tensor]:
     return [a.sum() + count, scattered, total] if local else [scattered * 2, a, total, x * count]
 
 
+# --- programs with ops of which nothing is known -----------------------------------------------------------------
+_own = torch.library.Library("unheard_of", "FRAGMENT")
+_own.define("mix(Tensor x, str group) -> Tensor")
+_own.define("mix_(Tensor(a!) x, str group) -> ()")
+_own.define("mix_two(Tensor x, str group) -> (Tensor, Tensor)")
+_own.define("mix_list(Tensor x, str group) -> Tensor[]")
+_FAKES: dict[str, Callable[[Tensor, str], Any]] = {
+    "mix": lambda x, group: torch.empty_like(x),
+    "mix_": lambda x, group: None,
+    "mix_two": lambda x, group: (torch.empty_like(x), torch.empty_like(x)),
+    "mix_list": lambda x, group: [torch.empty_like(x), torch.empty_like(x)],
+}
+for _name, _fake in _FAKES.items():
+    _own.impl(_name, _fake, "CPU")
+    torch.library.register_fake(f"unheard_of::{_name}", _fake, lib=_own)
+unheard_of = torch.ops.unheard_of
+
+
+def opaque(local: int, groups: Groups) -> list[Tensor]:
+    """Results come into use in another order on each rank, and one is large."""
+    x, w = tensor(64, 32), tensor(32, 2048 if local else 8)
+    first = unheard_of.mix(x.sin(), groups[0].group_name)
+    a = all_gather_tensor(x, 0, groups[1])
+    second = unheard_of.mix(x.cos(), groups[2].group_name)
+    total = all_reduce(x + 1, "sum", groups[3])
+    if local:
+        return [total + 1, second @ w, (a @ w).norm(), first * 2]
+    return [first * 2, a + 1, total.sum(), second.cos()]
+
+
+def opaque_of_several_results(local: int, groups: Groups) -> list[Tensor]:
+    x, w = tensor(64, 32), tensor(32, 32)
+    first, second = unheard_of.mix_two(x.sin(), groups[0].group_name)
+    a = all_gather_tensor(x, 0, groups[1])
+    total = all_reduce(x + 1, "sum", groups[2])
+    third, _ = unheard_of.mix_list(x.tan(), groups[3].group_name)
+    if local:
+        return [third + 1, total * 2, a @ w, second * 2]
+    return [first * 2, a @ w, total.sum(), third.cos()]
+
+
+def opaque_that_writes(local: int, groups: Groups) -> list[Tensor]:
+    x, w = tensor(64, 32), tensor(32, 32)
+    written, other = x.sin(), x.cos()
+    unheard_of.mix_(written, groups[0].group_name)
+    a = all_gather_tensor(x, 0, groups[1])
+    unheard_of.mix_(other, groups[2].group_name)
+    total = all_reduce(x + 1, "sum", groups[3])
+    if local:
+        return [total + 1, other @ w, a @ w, written * 2]
+    return [written * 2, a + 1, total.sum(), other.cos()]
+
+
 INFERENCE: list[Program] = [
+    opaque,
+    opaque_of_several_results,
+    opaque_that_writes,
     statistic,
     number,
     heads_in_any_order,
@@ -370,7 +426,7 @@ def test_rewritten_graphs_communicate_in_order(build: Callable[[GraphBuilder], t
 
 # --- what communicates ---------------------------------------------------------------------------------------
 def test_what_communicates() -> None:
-    """Starts do, of any op that is known or looks so; waits do not, nor does what only computes."""
+    """Starts do, and any op of which nothing is known; waits do not, nor does what only computes."""
     b = GraphBuilder(ranks=2)
     x, w = b.input("x", [4, 4]), b.input("w", [4, 4])
     whole = b.call(c10d.all_gather_into_tensor.default, x, 2, "tp")
@@ -381,6 +437,66 @@ def test_what_communicates() -> None:
     computed = [b.mm(x, w), b.relu(x)]
     assert all(map(communicates, [whole, ours, fused, unknown]))
     assert not any(map(communicates, [x, *waits, *computed]))
+
+
+def test_names_decide_nothing() -> None:
+    """An op of which nothing is known may communicate, whatever it is called, until it is registered as local."""
+    b = GraphBuilder(ranks=2)
+    x = b.input("x", [4, 4])
+    ops = [torch.ops.unheard_of.mix, torch.ops.vllm_like.all_reduce]
+    nodes = [b.call_like(x.meta["val"], op.default, x, "tp") for op in ops]
+    assert all(map(is_opaque, nodes))
+    for op in ops:
+        register_local(op)
+    assert not any(map(communicates, nodes))
+    for op in ops:
+        unregister(op)
+    with registered():
+        assert [is_opaque(node) for node in nodes] == [True, False]
+        assert communicates(nodes[1])
+
+
+def test_opaque_ops_count_only_beside_a_collective_of_several_ranks() -> None:
+    for ranks, whole in ((2, True), (1, False)):
+        b = GraphBuilder(ranks=ranks)
+        x = b.input("x", [4, 4])
+        own = b.call_like(x.meta["val"], torch.ops.unheard_of.mix.default, x, "tp")
+        assert communications(b.graph.nodes) == []
+        start = b.gather(x).args[0]
+        assert communications(b.graph.nodes) == ([own, start] if whole else [start])
+
+
+@pytest.mark.parametrize("name", ["call_torchbind", "inductor_compiled_code", "invoke_leaf_function"])
+def test_a_higher_order_op_that_nobody_sees_into_is_opaque(name: str) -> None:
+    op = getattr(torch.ops.higher_order, name, None)
+    if not compat.is_higher_order(op):
+        pytest.skip(f"this torch has no {name}")
+    b = GraphBuilder(ranks=2)
+    assert is_opaque(b.graph.call_function(op, (b.input("x", [4, 4]),)))
+
+
+def test_a_triton_kernel_of_the_program_is_local() -> None:
+    b = GraphBuilder(ranks=2)
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional as op
+
+    assert not communicates(b.graph.call_function(op, (), {"kwargs": {"x": b.input("x", [4, 4])}}))
+
+
+def test_a_graph_of_opaque_ops_alone_is_left_to_inductor(groups: Groups) -> None:
+    """Its code is that of plain Inductor, also after graphs in which such ops kept their order."""
+
+    def program(local: int, groups: Groups) -> list[Tensor]:
+        x = tensor(64, 32)
+        return [unheard_of.mix(x.sin(), groups[0].group_name), unheard_of.mix(x, groups[1].group_name) + 1]
+
+    def code(backend: str) -> str:
+        torch._dynamo.reset()
+        with torch.no_grad():
+            _, (text,) = run_and_get_code(torch.compile(program, backend=backend), 0, groups)
+        return str(text)
+
+    compiled_order(opaque, 0, groups)
+    assert started(code("asynctp"), groups) == started(code("inductor"), groups)
 
 
 def test_what_communicates_runs_on_the_kernel_of_a_collective() -> None:

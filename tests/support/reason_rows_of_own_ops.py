@@ -40,6 +40,23 @@ def called(b: GraphBuilder, op: Any, *inputs: Node, shape: tuple[int, ...] = (16
     return b.call_like(value, op.default, *inputs)
 
 
+# --- ops that may communicate ---------------------------------------------------------------------------------------
+@row("OPAQUE_OP_BETWEEN", 'own_like.scale.default: register_local("own_like::scale")')
+def weight_of_an_own_op_after_the_gather(b: GraphBuilder) -> Node:
+    whole = gathered(b)
+    return b.mm(whole, called(b, own.scale, b.input("w", [8, 12]), shape=(8, 12)))
+
+
+@row("OPAQUE_OP_BETWEEN", 'own_like.combine.default: register_local("own_like::combine")')
+def weight_in_time_but_for_an_own_op(b: GraphBuilder) -> tuple[Node, ...]:
+    """The weight is reduced later, which the fused op could follow, but for an op before that."""
+    whole, ours = gathered(b), torch.ops.asynctp
+    other = called(b, own.combine, b.input("y", [4, 4]), shape=(4, 4))
+    operands = [b.input("a", [8, 4])], [b.input("b", [4, 12])]
+    weight = b.call(ours.matmul_all_reduce.default, *operands, [None], "sum", b.group)
+    return b.mm(whole, weight), other
+
+
 # --- between a matmul and its reduction ----------------------------------------------------------------------------
 @row("COMPUTED_BETWEEN", "mm -> scale")
 def own_op_before_the_all_reduce(b: GraphBuilder) -> Node:

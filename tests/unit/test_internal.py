@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from asynctp_passes.agreement import ledgers, vote
 from dumps import CORPUS, load
 from graph_builder import GraphBuilder, aten, snapshot
 from passes import run_pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +16,18 @@ from serving_ops import registered
 from torch.fx import Node
 
 import asynctp_passes
-from asynctp_passes import AsyncTPPass, Config, RegistryError, register_collective, register_matmul, run, unregister
-from asynctp_passes.ir.registry import digest
+from asynctp_passes import (
+    AsyncTPPass,
+    Config,
+    RegistryError,
+    register_collective,
+    register_local,
+    register_matmul,
+    register_rowwise,
+    run,
+    unregister,
+)
+from asynctp_passes.ir.registry import digest, promise_of, surely_communicates
 
 _ops = torch.library.Library("registry_test", "FRAGMENT")
 _ops.define("all_gather(Tensor x, int dim, int ranks, str group) -> Tensor")
@@ -27,11 +37,14 @@ _ops.define("gather_two(Tensor x, int ranks, str group) -> (Tensor, Tensor)")
 _ops.define("reduce(Tensor x, str group) -> Tensor")
 _ops.define("two(Tensor a, Tensor b) -> Tensor")
 _ops.define("two.other(Tensor a, Tensor b, int c) -> Tensor")
+_ops.define("rms_norm(Tensor x) -> Tensor")
+_ops.define("rows(Tensor x, Tensor other) -> Tensor")
 _ops.define("matmul(Tensor a, Tensor b, Tensor? bias) -> Tensor")
 _ops.define("matmul_out(Tensor! out, Tensor a, Tensor b) -> ()")
 _ops.define("matmul_both(Tensor! out, Tensor! work, Tensor a, Tensor b) -> ()")
 
 ops = torch.ops.registry_test
+torch.library.register_fake("registry_test::rows", lambda x, other: x.new_empty(*x.shape[:-1], 6), lib=_ops)
 GATHER: dict[str, Any] = {"kind": "all_gather", "input": "x", "dim": "dim", "size": "ranks", "group": "group"}
 
 
@@ -510,6 +523,182 @@ def test_scales_of_a_registered_matmul_are_float32(a: Any, right: Any) -> None:
         assert becomes(b, b.call(op, x, w, *scales, BF16, "cublas")) == ["ATP303"]
 
 
+# --- promises ------------------------------------------------------------------------------------------------------
+@pytest.fixture(name="promised")
+def promises() -> Iterator[list[Any]]:
+    """What is appended is unregistered in the end."""
+    found: list[Any] = []
+    yield found
+    for one in found:
+        unregister(one)
+
+
+@pytest.mark.parametrize("register", [register_local, register_rowwise])
+@pytest.mark.parametrize(
+    ("op", "named"),
+    [
+        (ops.matmul.default, "registry_test::matmul.default"),
+        (ops.two, "registry_test::two"),
+        ("registry_test::*", "registry_test::*"),
+        ("registry_test::ma*", "registry_test::ma*"),
+        ("not_there_yet::norm", "not_there_yet::norm"),
+    ],
+)
+def test_a_promise_is_of_an_op_a_packet_or_text(register: Any, op: Any, named: str) -> None:
+    before = digest()
+    register(op)
+    assert digest() != before
+    name = named.replace("::", ".").replace("*", "trix") + ("" if named.count(".") else ".default")
+    assert promise_of(name) == register.__name__.removeprefix("register_")
+    unregister(op)
+    assert promise_of(name) is None
+    assert digest() == before
+
+
+def test_a_name_is_not_the_beginning_of_another(promised: list[Any]) -> None:
+    register_local("registry_test::two")
+    promised.append("registry_test::two")
+    assert promise_of("registry_test.two.other") == "local"
+    assert promise_of("registry_test.twofold.default") is None
+    assert promise_of("registry_tester.two.default") is None
+
+
+def test_of_two_promises_the_stronger_counts(promised: list[Any]) -> None:
+    register_local("registry_test::*")
+    register_rowwise(ops.two)
+    promised += ["registry_test::*", ops.two]
+    assert promise_of("registry_test.two.default") == "rowwise"
+    assert promise_of("registry_test.matmul.default") == "local"
+
+
+def test_a_collective_communicates_whatever_is_promised_of_its_namespace(promised: list[Any]) -> None:
+    register_collective(ops.all_gather, **GATHER)
+    register_local("registry_test::*")
+    promised.append("registry_test::*")
+    assert promise_of("registry_test.all_gather.default") is None
+    assert surely_communicates("registry_test.all_gather.default")
+    with pytest.raises(RegistryError, match="all_gather cannot be registered: it is registered as a collective"):
+        register_local(ops.all_gather)
+
+
+def test_a_matmul_that_is_described_is_local() -> None:
+    register_matmul(ops.matmul, a="a", b="b", bias="bias")
+    assert promise_of("registry_test.matmul.default") == "local"
+
+
+@pytest.mark.parametrize(
+    ("op", "problem"),
+    [
+        ("norm", "'norm' cannot be registered: it is not a name; give namespace::name"),
+        ("mylib.norm", "it is not a name"),
+        ("*", "it is not a name"),
+        ("my*::norm", "it is not a name"),
+        ("aten::*", "aten::\\* cannot be registered: the pass knows the ops of this namespace already"),
+        ("_c10d_functional::all_reduce", "the pass knows the ops of this namespace already"),
+        ("asynctp::*", "the pass knows the ops of this namespace already"),
+        (torch.ops.aten.mm.default, "the pass knows the ops of this namespace already"),
+        (len, "it is not an op; give an overload such as torch.ops.mylib.norm.default, or its name"),
+    ],
+)
+def test_bad_promises_are_refused(op: Any, problem: str) -> None:
+    for register in (register_local, register_rowwise):
+        with pytest.raises(RegistryError, match=problem):
+            register(op)
+
+
+def test_an_op_that_writes_is_not_rowwise() -> None:
+    with pytest.raises(RegistryError, match="matmul_out cannot be registered: it writes to its arguments"):
+        register_rowwise(ops.matmul_out)
+
+
+@pytest.mark.parametrize("name", ["norm", "registry_test::nothing", "other::*"])
+def test_what_is_not_promised_cannot_be_forgotten(name: str) -> None:
+    with pytest.raises(RegistryError):
+        unregister(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("aten.mm.default", True),
+        ("_c10d_functional.wait_tensor.default", True),
+        ("_c10d_functional.all_reduce.default", False),
+        ("asynctp.wait.default", True),
+        ("asynctp.all_gather.default", False),
+        ("symm_mem.one_shot_all_reduce.default", False),
+        ("_dtensor.shard_dim_alltoall.default", False),
+        ("flash_attn._flash_attn_forward.default", True),
+        ("_C.rms_norm.default", True),
+        ("_C.minimax_allreduce_rms_qk.default", False),
+        ("_C_custom_ar.all_reduce.default", False),
+        ("vllm.unified_attention_with_output.default", False),
+        ("fbgemm.quantize_fp8_per_row.default", True),
+        ("fbgemm.nccl_allreduce.default", False),
+        ("xformers_python.sequence_parallel_leading_matmul_fwd.default", False),
+    ],
+)
+def test_known_ops(name: str, known: bool) -> None:
+    assert (promise_of(name) == "local") == known
+
+
+# --- row-wise ops --------------------------------------------------------------------------------------------------
+def between(b: GraphBuilder, whole: Node, other: Node, op: Any = ops.rows, rows: int = 16) -> Node:
+    """An op that is registered as row-wise, on a gathered tensor."""
+    with b.mode:
+        value = torch.empty(rows, 6)
+    return b.call_like(value, op.default, whole, other)
+
+
+def test_a_rowwise_op_is_done_on_the_shard(promised: list[Any]) -> None:
+    def run_it() -> tuple[Any, list[int]]:
+        b = GraphBuilder()
+        found = between(b, b.gather(b.input("x", [4, 8])), b.input("weight", [8]))
+        graph = b.returns(b.mm(found, b.input("w", [6, 12])))
+        report = run_pass(graph)
+        (call,) = (node for node in graph.nodes if node.target is ops.rows.default)
+        return report, list(call.meta["val"].shape)
+
+    register_rowwise(ops.rows)
+    promised.append(ops.rows)
+    report, shape = run_it()
+    assert outcomes(report) == ["F"]
+    assert shape == [4, 6], "a rank's rows"
+
+
+ATTACKS: dict[str, Callable[[GraphBuilder], Node]] = {
+    "ranks in the columns": lambda b: between(
+        b, b.permute(b.gather(b.input("x", [4, 16])), [1, 0]), b.input("v", [16])
+    ),
+    "other rows": lambda b: between(b, b.gather(b.input("x", [4, 16])), b.input("v", [16]), rows=8),
+    "a matrix beside": lambda b: between(b, b.gather(b.input("x", [4, 16])), b.input("v", [16, 16])),
+    "an operand that needs the gather": lambda b: between(
+        b, whole := b.gather(b.input("x", [4, 16])), b.call(aten.sum.dim_IntList, whole, [0])
+    ),
+    "no fake implementation": lambda b: between(b, b.gather(b.input("x", [4, 16])), b.input("v", [16]), ops.two),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_what_is_not_proven_of_a_rowwise_op_stays(attack: str, promised: list[Any]) -> None:
+    for op in (ops.rows, ops.two):
+        register_rowwise(op)
+        promised.append(op)
+    b = GraphBuilder()
+    found = ATTACKS[attack](b)
+    graph = b.returns(b.mm(found, b.input("w", [6, 12])))
+    (code,) = outcomes(run_pass(graph))
+    assert code in ("ATP105", "ATP117", "ATP203"), code
+
+
+def test_an_op_between_names_its_remedy() -> None:
+    b = GraphBuilder()
+    whole = b.gather(b.input("x", [4, 8]))
+    named = b.call_like(whole.meta["val"], ops.rms_norm.default, whole)
+    (remark,) = run_pass(b.returns(b.mm(named, b.input("w", [8, 12])))).remarks
+    assert 'register_rowwise("registry_test::rms_norm")' in remark.message
+
+
 def test_public_names() -> None:
-    for name in ("CollectiveOp", "MatmulOp", "RegistryError", "register_collective", "register_matmul", "unregister"):
+    registers = ("register_collective", "register_local", "register_matmul", "register_rowwise", "unregister")
+    for name in ("CollectiveOp", "MatmulOp", "RegistryError", *registers):
         assert name in asynctp_passes.__all__
