@@ -1278,12 +1278,13 @@ class _Frame:
     code: CodeType
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Noted:
-    """A function with graphs of asynctp's, and the groups of these."""
+    """A function with graphs of asynctp's, and the groups of these. at_limit: `_limits` when these ended it."""
 
     name: str
     groups: frozenset[str]
+    at_limit: tuple[int, ...] = ()
 
     def given_up(self, reason: str, remedy: str) -> GivenUp:
         return GivenUp(self.name, self.groups, reason, remedy)
@@ -1339,13 +1340,19 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
     """Have Dynamo's callbacks tell of the functions that they give up."""
     from torch._dynamo import convert_frame, eval_frame
     from torch._dynamo.exc import FailOnRecompileLimitHit
+    from torch._dynamo.types import ConvertFrameReturn
 
+    actions, strategy_of = torch._C._dynamo.eval_frame._FrameAction, torch._C._dynamo.eval_frame._FrameExecStrategy
     original: Any = convert_frame.CatchErrorsWrapper.__call__
     from_stance: Any = eval_frame._callback_from_stance
 
     @functools.wraps(original)
     def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         noted = _noted.get(self, {}).get(frame.f_code)
+        if noted and noted.at_limit == _limits(frame.f_code):  # Dynamo would say so again, with a warning
+            result = ConvertFrameReturn(frame_exec_strategy=strategy_of(actions.RUN_ONLY, actions.DEFAULT))
+            settle(self, frame, noted, result)
+            return result
         try:
             result = original(self, frame, *args, **kwargs)
         except FailOnRecompileLimitHit:
@@ -1357,19 +1364,20 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
         return result
 
     def settle(callback: Any, frame: Any, noted: _Noted | None, result: Any) -> None:
-        strategy, actions = result.frame_exec_strategy, torch._C._dynamo.eval_frame._FrameAction
-        if noted:
-            result.apply_to_code = False  # ask again at the next call
+        strategy, code = result.frame_exec_strategy, frame.f_code
         if strategy.recursive_action == actions.RUN_ONLY:  # what it calls may have graphs, too, and is asked of
-            result.frame_exec_strategy = type(strategy)(strategy.cur_action, actions.DEFAULT)
-        if noted and convert_frame.has_tensor_in_frame(frame):
-            is_limited = strategy.cur_action == actions.RUN_ONLY
-            given_up(_at_limit(callback, frame.f_code, noted) if is_limited else _skipped(noted, result))
+            result.frame_exec_strategy = strategy_of(strategy.cur_action, actions.DEFAULT)
+        if noted is None:
+            return
+        result.apply_to_code = False  # ask again at the next call
+        noted.at_limit = _limits(code) if strategy.cur_action == actions.RUN_ONLY else ()
+        if convert_frame.has_tensor_in_frame(frame):
+            given_up(_at_limit(callback, code, noted) if noted.at_limit else _skipped(noted, result))
 
     @functools.wraps(from_stance)
     def callback_from_stance(callback: Any) -> Any:
         chosen = from_stance(callback)
-        if chosen is not callback and (chosen is None or chosen is False) and _noted.get(callback):
+        if (chosen is None or chosen is False) and callable(callback) and _noted.get(callback):
             return _asking(callback, given_up, chosen is False)
         return chosen
 
@@ -1399,17 +1407,21 @@ def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) 
     return ask
 
 
-def _at_limit(callback: Any, code: CodeType, noted: _Noted) -> GivenUp:
+def _limits(code: CodeType) -> tuple[int, ...]:
+    """Dynamo's limits, and how many forms of a function it has compiled."""
     from torch._dynamo import config, eval_frame
 
     compiled = len(eval_frame._debug_get_cache_entry_list(code))
-    own = getattr(callback._torchdynamo_orig_backend, "_recompile_limit", None)
-    limit = config.recompile_limit if own is None else own
-    name, value = "torch._dynamo.config.recompile_limit", limit
-    if own is not None:
-        name = "torch.compile's recompile_limit"
-    if not limit <= compiled < config.accumulated_recompile_limit:
-        name, value = "torch._dynamo.config.accumulated_recompile_limit", config.accumulated_recompile_limit
+    return config.recompile_limit, config.accumulated_recompile_limit, compiled
+
+
+def _at_limit(callback: Any, code: CodeType, noted: _Noted) -> GivenUp:
+    value, most, compiled = _limits(code)
+    name = "torch._dynamo.config.recompile_limit"
+    if (own := getattr(callback._torchdynamo_orig_backend, "_recompile_limit", None)) is not None:
+        name, value = "torch.compile's recompile_limit", own
+    if not value <= compiled < most:
+        name, value = "torch._dynamo.config.accumulated_recompile_limit", most
     remedy = (
         f"raise {name}, or give what differs between the calls as a tensor or mark it dynamic "
         "(TORCH_LOGS=recompiles names it)"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -62,38 +62,35 @@ def _leave(given_up: compat.GivenUp) -> None:
 
 def _told(given_up: compat.GivenUp) -> DisagreementError | None:
     """The error of a rank that leaves alone, of which the peers are told; None if all ranks leave."""
-    found = ((name, compat.peers_of(name)) for name in sorted(given_up.groups))
-    groups = [(name, peers) for name, peers in found if peers is not None and _waits(peers)]
-    if all(_all_leave(given_up, name, peers) for name, peers in groups):
+    found = {name: compat.peers_of(name) for name in sorted(given_up.groups)}
+    groups = {name: peers for name, peers in found.items() if peers is not None and _waits(peers)}
+    if all(_all_leave(given_up.name, name, groups) for name in groups):
         return None
-    error = _error(given_up)
-    for name, _ in groups:
+    error = DisagreementError(
+        f"asynctp: rank {torch.distributed.get_rank()} leaves the compiled graph of {given_up.name}, since "
+        f"{given_up.reason}. Its collectives would go by torch, while other ranks of group "
+        f"{', '.join(map(repr, groups))} stay in theirs. Restart all ranks. Remedy: {given_up.remedy}"
+    )
+    for name in groups:
         ops.leave(name, error)
     return error
 
 
-def _error(given_up: compat.GivenUp) -> DisagreementError:
-    groups = ", ".join(map(repr, sorted(given_up.groups)))
-    return DisagreementError(
-        f"asynctp: rank {torch.distributed.get_rank()} leaves the compiled graph of {given_up.name}, since "
-        f"{given_up.reason}. Its collectives would go by torch, while other ranks of group {groups} stay in theirs. "
-        f"Restart all ranks. Remedy: {given_up.remedy}"
-    )
-
-
-def _all_leave(given_up: compat.GivenUp, group: str, peers: compat.Peers) -> bool:
+def _all_leave(function: str, group: str, groups: Mapping[str, compat.Peers]) -> bool:
+    """Whether all ranks of one of a function's groups run this call of it without its graph."""
+    peers = groups[group]
     if peers.life is None:
         return False
-    place = f"asynctp/leaves/{peers.life}/{given_up.name}"
+    place = f"asynctp/leaves/{peers.life}/{function}"
     _times[group, place] += 1
     try:
-        return _outcome(given_up.groups, peers, f"{place}/{_times[group, place]}") == _TOGETHER
+        return _outcome(f"{place}/{_times[group, place]}", peers, groups) == _TOGETHER
     except RuntimeError as error:  # the store is gone
         log.warning("asynctp: the store of group %r does not answer (%s)", group, error)
         return False
 
 
-def _outcome(groups: Iterable[str], peers: compat.Peers, prefix: str) -> str:
+def _outcome(prefix: str, peers: compat.Peers, groups: Iterable[str]) -> str:
     record, said = f"{prefix}/outcome", [f"{prefix}/{rank}" for rank in peers.ranks]
     peers.store.set(f"{prefix}/{peers.rank}", "1")
     until = time.monotonic() + TOGETHER_S
