@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from asynctp_passes.tools.demo.model import ModelSizes
 from asynctp_passes.tools.demo.show import chart, judge
 from asynctp_passes.tools.demo.train import Settings
 
+README = Path(__file__).resolve().parents[2] / "README.md"
 FUSED = Remark("FUSED", "all_gather_matmul", "gather")
 MISSED = Remark("MISSED", "all_gather_matmul", "gather", code="ATP101", name="PIECES_REORDERED")
 SKIPPED = Remark("SKIPPED", "all_reduce", "reduce", code="ATP002", name="NO_MATMUL")
@@ -53,6 +55,11 @@ def test_chart_shows_both_curves() -> None:
     assert "*" in same.splitlines()[0]
     assert "ooo" in other
     assert "xxx" in other
+
+
+def kind(line: str) -> str:
+    """A line without the numbers of its run."""
+    return re.sub(r"\d[\d.e-]*", "0", " ".join(line.split()))
 
 
 def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +129,9 @@ def test_short_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatc
     assert "forward   5 of 5 collectives next to a matmul are fused" in out
     assert "backward  5 of 5 collectives next to a matmul are fused" in out
     assert "agree" in out
+    (shown,) = re.findall(r"^```text\n(  step .*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    printed = [kind(line) for line in out.splitlines()]
+    assert [line for line in shown.splitlines() if kind(line) not in printed and line != "..."] == []
     assert mine.read_text() == "of another program"
     assert str(mine) not in out
     index, *pages = sorted(set(mine.parent.glob("*.html")) - {mine}, key=lambda page: (page.name != "index.html", page))

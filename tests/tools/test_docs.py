@@ -37,13 +37,21 @@ _PAGES_THAT_RUN = sorted(
 )
 
 
+_README_MODEL = "model, batch = make_mlp(), torch.randn(2, 16, 64, requires_grad=True)\nimport asynctp_passes"
+"""What the README's first block takes from its reader's program: here, the tutorial's model."""
+
+
 def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
 def _code(path: Path) -> str:
     """All Python blocks of a page as one program, which calls the tests that it defines."""
-    code = "\n".join(_BLOCK.findall(path.read_text(encoding="utf-8")))
+    blocks = _BLOCK.findall(path.read_text(encoding="utf-8"))
+    if path == ROOT / "README.md":
+        tutorial = _BLOCK.findall((DOCS / "tutorial.md").read_text(encoding="utf-8"))
+        blocks = [tutorial[0], _README_MODEL, *blocks]
+    code = "\n".join(blocks)
     calls = re.findall(r"^def (test_\w+)\(\)", code, re.MULTILINE)
     return "\n".join([code, *(f"{name}()" for name in calls)])
 
@@ -109,6 +117,12 @@ def test_code_compiles(page: Path) -> None:
     compile(_code(page), _name(page), "exec")
 
 
+def test_readme_step_fuses_all_chains_of_the_model(tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text(_code(ROOT / "README.md"), encoding="utf-8")
+    assert "4 of 4 chains fused, 0 missed" in run_script(script, cwd=tmp_path)
+
+
 @pytest.mark.parametrize("page", _PAGES_THAT_RUN, ids=_name)
 def test_code_runs_and_prints_the_output_shown(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "page.py"
@@ -145,7 +159,9 @@ def test_version_is_the_same_everywhere() -> None:
     """In the package, for pip, and as the newest section of the changelog."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     versions = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == versions
     assert versions == [asynctp_passes.__version__]
     assert re.findall(r"^## (\d\S*) - \d{4}-\d\d-\d\d$", changelog, re.MULTILINE)[0] == versions[0]
 
@@ -155,3 +171,50 @@ def test_readme_commands_exist() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for command in re.findall(r"^(\.ci/\w+)", readme, re.MULTILINE):
         assert os.access(ROOT / command, os.X_OK), command
+
+
+_NO_FIGURES = re.compile(r"^```.*?^```|`[^`]*`|(?<=\])\([^)]*\)", re.MULTILINE | re.DOTALL)
+_FIGURE = re.compile(r"(?<![\w.-])\d+(?:[.,]\d+)*(?!\w)")
+
+
+def figures(markdown: str) -> list[str]:
+    """Numbers of a page's text and tables: not those of code and links, nor a part of a word (`70B`) or of a date."""
+    return _FIGURE.findall(_NO_FIGURES.sub("", markdown))
+
+
+def test_figures_are_counted() -> None:
+    text = "On 4 × H200, 2026-11-28: 70B in fp8 at 1.30×, 8,192 tokens ([0.83](results-2.md)), `x[3]`.\n```\n5\n```\n"
+    assert figures(text) == ["4", "2026", "1.30", "8,192", "0.83"]
+
+
+def test_readme_is_read_in_a_minute() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.split()) <= 900
+    assert "[^" not in readme
+    assert len(figures(readme)) <= 25
+
+
+def test_figures_of_the_readme_are_those_of_the_raw_results() -> None:
+    """Its table of steps: plain Inductor's milliseconds, and the speeds of both others."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    kinds = {"rowwise fp8": "fp8-rowwise", "tensorwise fp8": "fp8", "bf16": "bf16"}
+    folder = DOCS / "results" / "2026-11-28-h200x4-later"
+    raw = "".join((folder / name).read_text(encoding="utf-8") for name in ("steps.txt", "steps-bf16.txt"))
+    rows = re.findall(
+        r"^\| (70B|8B), ([a-z0-9 ]+) \| ([\d.]+) ms \| ([\d.]+)× \| \*\*([\d.]+)×\*\* \|$", readme, re.MULTILINE
+    )
+    assert len(rows) == 5
+    for size, kind, plain, intree, ours in rows:
+        measured = {
+            name: (f"{float(step):.1f}", speed)
+            for name, step, speed in re.findall(
+                rf"^{size.lower()} +{kinds[kind]} +1x8192 +sp step +(\w+) +([\d.]+) +([\d.]+)x", raw, re.MULTILINE
+            )
+        }
+        assert (measured["inductor"][0], measured["intree"][1], measured["asynctp"][1]) == (plain, intree, ours)
+
+
+def test_releases_of_the_changelog_are_short() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for release in changelog.split("\n## ")[1:]:
+        assert len(release.split()) <= 600, release.splitlines()[0]

@@ -59,6 +59,8 @@ def test_explain_a_miss(tmp_path: Path) -> None:
     out = run_example("explain_a_miss.py", cwd=tmp_path)
     before, after = out.split("The same with the norm on the shard")
     assert "1 of 2 chains fused, 1 missed" in before
+    (shown,) = re.findall(r"^```text\n(! MISSED .*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert shown in before
     assert "ATP105 COMPUTED_BETWEEN" in before
     assert "-> mm; aten.mean.dim mean: rounds in an order that may depend on the number of rows]" in " ".join(
         before.split()

@@ -129,6 +129,14 @@ def test_a_forward_without_a_step_has_bars_of_the_forward_alone(tmp_path: Path, 
     assert [each.get_text() for each in forwards.texts] == ["1.00", "1.00", "1.25", "1.25"]
 
 
+def test_plain_inductor_on_cpus_is_not_called_pytorchs_async_tp(tmp_path: Path, figure: list[Any]) -> None:
+    rows = [step("inductor", 40.0, 14.0), step("intree", 41.0, 14.0), step("asynctp", 32.0, 11.2)]
+    assert draw_steps({**told(rows), "machine": "2 x CPU (gloo)"}, tmp_path / "e2e.png")
+    (drawn,) = figure
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["plain Inductor", "asynctp"]
+    assert [each.get_text() for each in drawn.axes[0].texts] == ["1.00", "1.25"]
+
+
 def test_no_picture_without_rows_or_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not draw_steps(told([]), tmp_path / "none.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
