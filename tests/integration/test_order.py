@@ -290,6 +290,30 @@ def test_an_op_without_a_result_cannot_be_waited_for(groups: Groups, caplog: pyt
     assert "before vllm_like.all_reduce_barrier" in caplog.text
 
 
+def test_ranks_compare_before_a_graph_first_communicates_in_a_group(groups: Groups) -> None:
+    """Each group once, with the number of its collectives, and in the order of the program: none waits for another."""
+
+    def program(groups: Groups) -> list[Tensor]:
+        x, w = tensor(64, 32), tensor(32, 32)
+        a = all_gather_tensor(x, 0, groups[0])
+        total = all_reduce(x @ w, "sum", groups[1])
+        return [a @ w, total, all_reduce(x.sin(), "max", groups[0])]
+
+    with torch.no_grad():
+        function = torch.compile(program, backend="asynctp", options={"strict": "off", "log": False})
+        _, (code,) = run_and_get_code(function, groups)
+    first, second = (f"'{group.group_name}'" for group in groups[:2])
+    told = [(call["op"], call["arguments"].split(", ")) for call in _CALL.finditer(code)]
+    assert [(op, arguments[-1]) for op, arguments in told if first in arguments or second in arguments] == [
+        ("asynctp.run_check", first),
+        ("asynctp.all_gather_matmul", first),
+        ("asynctp.run_check", second),
+        ("asynctp.matmul_all_reduce", second),
+        ("_c10d_functional.all_reduce_", first),
+    ]
+    assert [arguments[1:] for op, arguments in told if "check" in op] == [["0", "2", first], ["0", "1", second]]
+
+
 def training(local: int, groups: Groups, x: Tensor, w: Tensor) -> list[Tensor]:
     """Ranks multiply in different orders, and one uses a gathered tensor beside."""
     a, b = (all_gather_tensor_autograd(x * number, 0, group) for number, group in enumerate(groups[:2]))
