@@ -376,6 +376,7 @@ def test_memory_grows_in_whole_granules(here: Machine) -> None:
     box, direct = (here.memory.require(name, size) for name, size in (("box", 1), ("direct", (2 << 20) + 1)))
     assert (box.size, direct.size) == (2 << 20, 4 << 20)
     assert here.memory.require("box", 2 << 20) is box, "it was large enough"
+    assert here.memory.growing == ""
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter"])
@@ -391,7 +392,7 @@ def test_a_refused_implementation_leaves_the_group_usable(kind: str, here: Machi
     assert cuda.last_implementation(here.group) == "fused"
     assert here.memory.skipped == 1
     (told,) = here.memory.calls._told.values()
-    assert told.endswith("after 1 calls that ended with an error there)")
+    assert told.text.endswith("after 1 calls that ended with an error there)")
 
 
 @pytest.mark.parametrize(("first", "rows", "columns"), [(50, 50, 8), (1, 1, 8), (3, 50, 1), (4, 50, 8)])

@@ -489,7 +489,7 @@ def test_a_rank_whose_scatter_is_refused_tells_so_by_its_next_calls(here: Machin
             assert here.memory.skipped == made
         assert op(here, scatter) is not None
         assert op(here, gather) is not None
-    told = list(here.memory.calls._told.values())
+    told = [each.text for each in here.memory.calls._told.values()]
     assert told[0] == "reduce_scatter (27648 bytes a rank of bfloat16, sum)"
     after = ", after 2 calls that ended with an error there"
     assert told[1:] == [f"{told[0][:-1]}{after})", f"all_gather (24576 bytes a rank{after})"]

@@ -179,6 +179,21 @@ def test_what_this_thread_has_recorded_is_no_error_of_its_own(memory: GroupMemor
     assert judged(memory, look(status=[FAILED, -1, 0]), 10) is None
 
 
+def test_a_peer_that_comes_to_a_call_while_this_rank_makes_memory_for_another_is_unlike(memory: GroupMemory) -> None:
+    """All ranks make it together, and come then: some a little sooner."""
+    theirs, small = memory.signature(replace(GATHER, accord=7), PUSH), memory.signature(SMALL, DIRECT)
+    memory.growing = "a call that needs 64 bytes of box memory"
+    for seen in (look(0, (0, 0, theirs)), look(ahead={3: theirs}), look(0, (0, 0, theirs), ahead={3: small})):
+        assert judged(memory, seen, TOLD_S - 0.25) is None
+        error = judged(memory, seen, TOLD_S)
+        assert isinstance(error, UnlikeCalls)
+        assert (error.own, error.peer, error.forms) == (memory.growing, 3, True)
+        assert error.theirs == replace(GATHER, accord=7).told
+    assert judged(memory, look(), 10 * TOLD_S) is None
+    memory.growing = ""
+    assert judged(memory, look(0, (0, 0, theirs)), 10 * TOLD_S) is None
+
+
 # --- calls of several groups ---------------------------------------------------------------------------------------
 PROCESSES = tuple(Process("boot", "space", 0, 100 + rank, "1") for rank in range(WORLD))
 

@@ -136,6 +136,7 @@ class GroupMemory:
         failure: why the memory must not be used again. error: the error that told so, if the watch found it.
         released: nobody may use it any more.
         skipped: calls that this rank has left out, since they ended with an error. made: calls that it has made.
+        growing: the call, in words, for which this rank is making more memory; empty for none.
         calls: what ranks tell each other about their calls.
         bound: of a wait for a rank, in nanoseconds.
         captured: a call has been captured in a CUDA graph of the program's.
@@ -161,6 +162,7 @@ class GroupMemory:
     released: bool = False
     skipped: int = 0
     made: int = 0
+    growing: str = ""
     last_implementation: str = "sequential"
     captured: bool = False
     retired: list[tuple[str, Area]] = field(default_factory=list)
@@ -527,12 +529,15 @@ class GroupMemory:
         group = self.group
         whole = -(-size // _GRANULE) * _GRANULE
         seconds = None if driver.IN_ORDER else self.bound / 1e9
+        self.growing = f"a call that needs {size} bytes of {name} memory"
         try:
             area = _outside_pools(group, self.device, lambda: _share(group, self.device, whole, seconds))
         except RuntimeError:
             if self.failure is not None:  # since this rank waits for the others
                 raise SymmetricMemoryError(self._out_of_step()) from self.error
             raise
+        finally:
+            self.growing = ""
         if found is not None and self.captured:
             self.retired.append((name, found))
         self.areas[name] = area

@@ -8,6 +8,8 @@ A thread of the host looks at these words some times a second, and at counts of 
 costs a call anything:
 
     FREE[p] is another call than this rank's, for a second             unlike calls have met: `UnlikeCalls`
+    FREE[p] is a call, and this rank makes memory for one, for some    the same: all make it together, before
+    seconds                                                            they come
     FREE[p] is 0, and p has come to a call of another group, where     neither can come to the other's call:
     this rank is in none, for a second                                 `UnlikeCalls`
     FREE[p] is 0 and no call ends, for as long as the group's timeout  a rank does not come: `PeerTimeout`
@@ -134,8 +136,17 @@ class Calls:
 
 
 def unlike(memory: GroupMemory, peer: int, own: int, theirs: int, other: GroupMemory | None = None) -> UnlikeCalls:
-    """The error of two calls that have met; other: whose the peer's is, of another group."""
-    mine, found = memory.calls.told(own), (other or memory).calls.told(theirs)
+    """The error of two calls that have met.
+
+    Args:
+        memory: The group's.
+        peer: The other rank.
+        own: This rank's call; 0: one for which it is making memory.
+        theirs: The peer's.
+        other: The group of the peer's call, if that is another.
+    """
+    mine = memory.calls.told(own) if own else Told(memory.growing)
+    found = (other or memory).calls.told(theirs)
     forms = bool(mine.accord or found.accord) or (None not in (mine.kept, found.kept) and mine.kept != found.kept)
     texts = [told.text for told in (mine, found)]
     if other is not None:
@@ -232,11 +243,11 @@ class Watch:
         self.latest, self._looked = look, now
         if look.state != self._state:
             self._state, self._since, self._apart = look.state, now, {}
-        for peer, own, theirs in self._differing(look):
+        for peer, own, theirs in self._differing(look, bool(memory.growing)):
             known = self._apart.get(peer)
             if known is None or known[:2] != (own, theirs):  # words that are read one after the other may be apart
                 self._apart[peer] = (own, theirs, now)
-            elif now - known[2] >= UNLIKE_S:
+            elif now - known[2] >= (UNLIKE_S if own else TOLD_S):  # who has made its memory may come a little sooner
                 return unlike(memory, peer, own, theirs)
         if (error := self._across(memory, look, now)) is not None:
             return error
@@ -252,13 +263,16 @@ class Watch:
             return SymmetricMemoryError(f"the process of rank {gone} has ended: {memory.calls.failure_of(gone)}")
         return None
 
-    def _differing(self, look: Look) -> list[tuple[int, int, int]]:
-        """Peers that seem to be in another call than this rank, with both calls; forgets those that are not."""
+    def _differing(self, look: Look, growing: bool) -> list[tuple[int, int, int]]:
+        """Peers that seem to be in another call than this rank, with both calls; forgets those that are not.
+
+        growing: This rank is making memory for its call, which is told as 0.
+        """
         found = []
         own = look.awaited or look.doing
         for peer, free in sorted(look.free.items()):
             theirs = free or look.ahead.get(peer, 0)
-            if own and theirs not in (0, own):
+            if (own or growing) and theirs not in (0, own):
                 found.append((peer, own, theirs))
             else:
                 self._apart.pop(peer, None)
@@ -436,7 +450,7 @@ class _Pages:
         stream.synchronize()
         doing, awaited, *ended = self.words.tolist()
         free, told = ({peer: page.tolist()[peer] for peer in self.peers} for page in (self.free, self.told))
-        ahead = memory.peers_ahead() if awaited else {}
+        ahead = memory.peers_ahead() if awaited or memory.growing else {}
         gone = frozenset(peer for peer in self.peers if memory.has_ended(peer))
         busy = not gone or memory.may_be_in_a_call()
         return Look(doing, awaited, (memory.made, *ended), free, ahead, told, self.status.tolist(), gone, busy)
