@@ -47,7 +47,8 @@ class Question:
         deviations: Texts of `planning.deviations.Words`, sorted, as `"sum: all_reduce(sum) in place of
             1 * 0 + 1 * 1"`: numbers are places among the group's collectives. All ranks do all of them, or none.
         keeps: The gathers whose result this rank keeps: each is a question of its own.
-        can_keep: Others that it could keep, too: it does so where all ranks have agreed on it before.
+        can_keep: Others that it could keep, too. It does so where all ranks have agreed on that before; else none does
+            from now on.
         joint: What the group was asked about the graph of the forward and its backward, and about its two halves.
         done: The ranks' answer: the graph has the deviations.
         kept: The gathers that all ranks keep.

@@ -231,7 +231,7 @@ class _Board:
 
     def _place(self, digest: str) -> str:
         """The place of a digest. That of a gather is for all functions: a rank that need not keep it can do so."""
-        is_own = digest == self._form[0]
+        is_own = digest == self._form[0]  # the deviations come first
         return f"{self._at if is_own else self._for_all}/{digest}"
 
     def _tell(self, digest: str, texts: Sequence[str]) -> None:
@@ -359,10 +359,14 @@ class _Board:
         return Answer(frozenset(agreed), refused, accord)
 
     def _followed(self) -> set[str]:
-        """The gathers that all ranks keep in graphs with the same collectives, and that this one need not keep."""
+        """The gathers that this rank need not keep, and keeps since all ranks do where they communicate the same.
+
+        Where no rank did so before, none does from now on: forms of a function may be run unlike.
+        """
+        why = f"{_NO}rank {self._peers.rank} compiled a graph that need not keep it"
         with contextlib.suppress(RuntimeError, OSError):
             texts = {self._digest((text,), self._provenance): text for text in self.question.can_keep}
-            return {text for digest, text in texts.items() if self._store.check([f"{self._for_all}/{digest}/agreed"])}
+            return {text for digest, text in texts.items() if self._decide(digest, f"{why}: {text}") == _YES}
         return set()
 
     def _accord(self, agreed: set[str]) -> int:
