@@ -860,7 +860,8 @@ def _wait_for_calls() -> None:
 
     for awaited in V.graph.additional_buffer_deps.values():
         results = (V.graph.name_to_buffer.get(name) for name in awaited)
-        awaited.update([one.inputs[0].get_name() for one in results if isinstance(one, ir.MultiOutput)])
+        calls = [one.inputs[0] for one in results if isinstance(one, ir.MultiOutput)]
+        awaited.update([call.get_name() for call in calls if isinstance(call, ir.IRNode)])
 
 
 _lowering_wrapped = threading.RLock()

@@ -59,7 +59,7 @@ def code_is_only_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def started(code: str, groups: Groups) -> list[int]:
-    """The groups in which generated code communicates, as indices, in order. Checks of a group come before its calls."""
+    """The groups in which generated code communicates, as indices, in order. A group's check comes before its calls."""
     index = {group.group_name: place for place, group in enumerate(groups)}
     found, checked = list[int](), set[int]()
     for call in _CALL.finditer(code):
