@@ -855,7 +855,7 @@ def _tensor_of_result(node: fx.Node) -> fx.Node | None:
 
 
 def _lower_wrapped_subgraphs() -> None:
-    """Let what wraps a node take a subgraph, and return numbers and None of it.
+    """Let what wraps a node take a subgraph, return numbers and None of it, and wait for calls with unused results.
 
     Inductor 2.14 and 2.15 realize all that a wrapper takes and returns, and ask for its name. These have neither, and
     need neither.
@@ -870,10 +870,23 @@ def _lower_wrapped_subgraphs() -> None:
     @functools.wraps(original)
     def lowered(*args: Any, **kwargs: Any) -> Any:
         with _constants_realized():
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+        _wait_for_calls()
+        return result
 
     lowered.asynctp = True  # type: ignore[attr-defined]
     lowering.lowerings[control_deps] = lowered
+
+
+def _wait_for_calls() -> None:
+    """Let what waits for a call's result wait for the call: Inductor forgets a result that nothing uses."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    for awaited in V.graph.additional_buffer_deps.values():
+        results = (V.graph.name_to_buffer.get(name) for name in awaited)
+        calls = [one.inputs[0] for one in results if isinstance(one, ir.MultiOutput)]
+        awaited.update([call.get_name() for call in calls if isinstance(call, ir.IRNode)])
 
 
 _lowering_wrapped = threading.RLock()

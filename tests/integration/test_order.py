@@ -58,11 +58,8 @@ def code_is_only_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def started(code: str, groups: Groups, in_order: bool = True) -> list[int]:
-    """The groups in which generated code communicates, as indices, in order.
-
-    in_order: Where Inductor keeps it in order, checks of what a group's ranks run come before all that they send.
-    """
+def started(code: str, groups: Groups) -> list[int]:
+    """The groups in which generated code communicates, as indices, in order. A group's check comes before its calls."""
     index = {group.group_name: place for place, group in enumerate(groups)}
     found, checked = list[int](), set[int]()
     for call in _CALL.finditer(code):
@@ -72,7 +69,7 @@ def started(code: str, groups: Groups, in_order: bool = True) -> list[int]:
             found += places
             continue
         assert checked.isdisjoint(places), "a group's ranks compare once a graph"
-        assert not in_order or not set(found).intersection(places), "ranks compare before they send anything"
+        assert not set(found).intersection(places), "ranks compare before they send anything"
         checked.update(places)
     return found
 
@@ -85,8 +82,7 @@ def compiled_order(program: Program, local: int, groups: Groups, **options: bool
     numbers = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
     with torch.no_grad(), registered(names=names), numbers:
         _, codes = run_and_get_code(function, local, groups)
-    in_order = not options.get("fallback_by_default")  # it forgets what to run behind an op whose result is unused
-    return [place for code in codes for place in started(code, groups, in_order)]
+    return [place for code in codes for place in started(code, groups)]
 
 
 def tensor(*shape: int) -> Tensor:
