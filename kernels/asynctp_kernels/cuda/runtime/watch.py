@@ -393,7 +393,9 @@ def _watch(reference: weakref.ref[GroupMemory]) -> None:
     torch.cuda.set_device(memory.device)
     gpu.relax_captures()
     stream = gpu.new_torch_stream(memory.device)
-    watch, pages = Watch(memory), _Pages(memory)
+    driver.wait_event(stream.cuda_stream, memory.made_at)  # else it might read what was there before
+    with torch.cuda.stream(stream):
+        watch, pages = Watch(memory), _Pages(memory)
     while memory is not None and not memory.released and not _exiting.is_set():
         with torch.cuda.stream(stream):
             look = pages.look(memory, stream)
