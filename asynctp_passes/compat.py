@@ -272,6 +272,14 @@ def is_floor_division(expr: sympy.Expr) -> bool:
     return type(expr).__name__ in ("FloorDiv", "CleanDiv")
 
 
+def floor_division(base: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr:
+    """Torch's own `a // b` in sympy; it may come out simpler."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    division: sympy.Expr = FloorDiv(base, divisor)
+    return division
+
+
 def is_remainder(expr: sympy.Expr) -> bool:
     """True for torch's own `a % b` in sympy."""
     return type(expr).__name__ in ("Mod", "PythonMod")
@@ -284,13 +292,19 @@ def fake_mode_of(tensor: object) -> Any:
 
 @contextlib.contextmanager
 def without_guards(fake: torch.Tensor) -> Iterator[None]:
-    """Compute with fake tensors of the mode `fake` belongs to, recording no guard."""
+    """Compute with fake tensors of the mode `fake` belongs to, recording no guard.
+
+    Ops that are decomposed take symbolic sizes only by their decompositions in Python.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
     mode = fake_mode_of(fake)
     with contextlib.ExitStack() as stack:
         if mode is not None:
             stack.enter_context(mode)
             if mode.shape_env is not None:
                 stack.enter_context(mode.shape_env.suppress_guards())
+                stack.enter_context(enable_python_dispatcher())
         yield
 
 

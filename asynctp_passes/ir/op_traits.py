@@ -35,6 +35,7 @@ class View(enum.Enum):
     PICK = enum.auto()  # rows by their numbers, which are a tensor
     PAD = enum.auto()
     WRITE = enum.auto()  # one tensor into a part of another
+    OVERWRITE = enum.auto()  # the elements of another tensor, where its own were
     REORDER = enum.auto()
     REPEAT = enum.auto()
     OPAQUE = enum.auto()  # no index map describes it
@@ -170,6 +171,7 @@ TRAITS: dict[str, OpTraits] = {
     "aten.index_select.default": OpTraits(View.PICK, copies=True),
     "aten.index.Tensor": OpTraits(View.PICK, copies=True),
     "aten.constant_pad_nd.default": OpTraits(View.PAD, copies=True),
+    "aten.copy.default": OpTraits(View.OVERWRITE, copies=True),
     "aten.slice_scatter.default": OpTraits(View.WRITE, copies=True),
     "aten.select_scatter.default": OpTraits(View.WRITE, copies=True),
     "aten.split_with_sizes_copy.default": OpTraits(View.OPAQUE, copies=True),

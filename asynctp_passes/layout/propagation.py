@@ -187,7 +187,7 @@ def _apply(
     unknown = next((source for source in node.all_input_nodes if "val" not in source.meta), None)
     if unknown is not None:
         return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
-    if isinstance(first, fx.Node) and not propagation.has(first) and handler not in (_add, _written):
+    if isinstance(first, fx.Node) and not propagation.has(first) and handler not in (_add, _written, _overwritten):
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{node.name} rearranges another tensor")
     return handler(_Call(node, values, propagation, sizes, sums))
 
@@ -212,7 +212,8 @@ def _record(propagation: Propagation, node: fx.Node, result: Result) -> None:
 
 def _terms(propagation: Propagation, node: fx.Node) -> Terms | Refusal:
     """The terms of a followed node: views keep their inputs' one set of terms, an addition joins two disjoint ones."""
-    sets = [propagation.terms[source] for source in node.all_input_nodes if source in propagation.terms]
+    sources = [arguments(node)["src"]] if traits_of(node).view is View.OVERWRITE else node.all_input_nodes
+    sets = [propagation.terms[source] for source in sources if source in propagation.terms]
     sign = traits_of(node).sign
     if not sign:
         if any(terms != sets[0] for terms in sets):
@@ -588,6 +589,19 @@ def _written(call: _Call) -> Result:
     return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "one tensor is written into a part of another")
 
 
+def _overwritten(call: _Call) -> Result:
+    """The tensor that is written, where it is as large and of the same dtype; nothing is left of the other one."""
+    source = call.values["src"]
+    before, after = tensor_of(source), tensor_of(call.node)
+    if not call.propagation.has(source):
+        return None
+    if before is None or after is None or (before.dtype, before.device) != (after.dtype, after.device):
+        return Refusal(reasons.COMPUTED_BETWEEN, "converts what is written to another dtype")
+    sizes, own = call.sizes.of(before), call.sizes.of(after)
+    alike = len(sizes) == len(own) and all(map(same, sizes, own))
+    return call.propagation.maps[source] if alike else Refusal(reasons.PIECES_REPEATED, f"{list(sizes)} to {list(own)}")
+
+
 def _index(call: _Call) -> Result:
     """Picking rows by number: of fewer rows, by constants, it is how torch undoes the padding of uneven shards."""
     before, after = tensor_of(call.first), call.shape()
@@ -649,6 +663,7 @@ RULES: dict[View, Callable[[_Call], Result]] = {
     View.PICK: _index,
     View.PAD: _padded,
     View.WRITE: _written,
+    View.OVERWRITE: _overwritten,
     View.REORDER: _refuse(reasons.PIECES_REORDERED),
     View.REPEAT: _refuse(reasons.PIECES_REPEATED),
     View.OPAQUE: _refuse(reasons.VIEW_NOT_UNDERSTOOD),

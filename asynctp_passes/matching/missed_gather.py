@@ -43,7 +43,7 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
         refusal = Refusal(reasons.ALL_TO_ALL, f"{piece.name} is piece {piece.args[1]} of {gather.group_size}")
         return Candidate(gather, None, (refusal,), gather.results)  # what follows has other names on other ranks
     misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
-    misses = [_named(gather, miss) for miss in (*misses, *_near_gather(region, refused))]
+    misses = [_named(gather, miss, region.context.sizes) for miss in (*misses, *_near_gather(region, refused))]
     misses.sort(key=_informative)
     nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
@@ -58,9 +58,9 @@ class _Miss:
     nodes: tuple[fx.Node, ...] = ()
 
 
-def _named(gather: Collective, miss: _Miss) -> _Miss:
+def _named(gather: Collective, miss: _Miss, sizes: Sizes) -> _Miss:
     """A miss for want of pieces that were only padding is one for uneven shards."""
-    cut = next((node for node in miss.nodes if unpads(node, gather.group_size)), None)
+    cut = next((node for node in miss.nodes if unpads(node, gather.group_size, sizes)), None)
     if cut is None or miss.refusal.reason is not reasons.PIECES_MISSING:
         return miss
     return replace(miss, refusal=Refusal(reasons.UNEVEN_SHARDS, f"{op_name(cut)} {cut.name}: {miss.refusal.facts}"))

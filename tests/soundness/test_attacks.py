@@ -30,6 +30,7 @@ from attack_parts import (
     values,
 )
 from attacks_on_factors import FACTORS
+from attacks_on_padding import PADDING
 from attacks_on_scales import (
     SCALES,
     divided,
@@ -67,7 +68,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from asynctp_passes import compat
 
 # --- all tables -------------------------------------------------------------------------------------------------
-GRAPHS = TENSORS | SCALES | SUMS | FACTORS
+GRAPHS = TENSORS | SCALES | SUMS | FACTORS | PADDING
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 __all__ = [
     "GROUP_OPS",
+    "PLACED_OPS",
     "TOLERANCE",
     "Groups",
     "alone",
@@ -142,11 +143,12 @@ def _evaluate_node(
         raise NotImplementedError(f"{node.op} {node.target}")
     name = op_name(node.target)
     calls = [(_resolve(node.args, env), _resolve(node.kwargs, env)) for env in environments]
-    if name in GROUP_OPS:
+    group_op = GROUP_OPS.get(name) or PLACED_OPS.get(name)
+    if group_op is not None:
         bound = [_bind(node.target, args, kwargs) for args, kwargs in calls]
         names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
         place = names.index("group_name") if "group_name" in names else len(names) - 1
-        return _across_groups(GROUP_OPS[name], bound, groups, place)
+        return _across_groups(group_op, bound, groups, place)
     assert callable(node.target)
     function = local_op(node.target)
     return [function(*args, **kwargs) for args, kwargs in calls]
@@ -507,6 +509,16 @@ GROUP_OPS: dict[str, GroupOp] = {
     "asynctp::matmul_all_reduce": _matmul_all_reduce,
     "asynctp::scaled_matmul_all_reduce": _scaled_matmul_all_reduce,
 }
+
+
+def _rows_before(calls: Sequence[tuple[Tensor, int, Any]]) -> list[Tensor]:
+    """Which rows of each rank's block are before a row of all blocks."""
+    counts = [block.shape[-2] for block, *_ in calls]
+    return [torch.arange(rank * m, rank * m + m)[:, None] < calls[rank][1] for rank, m in enumerate(counts)]
+
+
+#: Ops that do not communicate, and whose result depends on the rank's place in a group.
+PLACED_OPS: dict[str, GroupOp] = {"asynctp_local::rows_before": _rows_before}
 
 _RANK_OPS: dict[str, Callable[..., Any]] = {
     "asynctp::wait": lambda result, source: result,

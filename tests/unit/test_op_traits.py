@@ -191,6 +191,7 @@ SAMPLES: dict[str, Sample] = {
     "aten.index_select.default": picked(aten.index_select.default),
     "aten.index.Tensor": picked(aten.index.Tensor),
     "aten.constant_pad_nd.default": plainly(aten.constant_pad_nd.default, [0, 0]),
+    "aten.copy.default": lambda b, x: b.call(aten.copy.default, b.mul(x, x), x),
     "aten.slice_scatter.default": lambda b, x: b.call(aten.slice_scatter.default, x, x, 0, 0, shape(x)[0]),
     "aten.select_scatter.default": lambda b, x: b.call(
         aten.select_scatter.default, x, b.call(aten.select.int, x, 0, 0), 0, 0
