@@ -285,8 +285,10 @@ COLLECTIVE_NOT_UNDERSTOOD = _miss(
 UNEVEN_SHARDS = _miss(
     "ATP114",
     "UNEVEN_SHARDS",
-    "ranks hold shards of different sizes (padded and indexed around the collective)",
-    "make the sharded dimension divisible by the group size (pad the sequence)",
+    "what is gathered or scattered is padded until the ranks divide it, and the padding is not only rows of zeros behind "
+    "a matmul's result, or rows cut off by a slice before a matmul",
+    "cut the padding off the matmul's result. Give a contraction a size that the ranks divide",
+    "pad the matmul's result by zeros behind its rows, after all that is added to it, and reduce-scatter it along these",
 )
 MATMUL_NOT_UNDERSTOOD = _miss(
     "ATP115",

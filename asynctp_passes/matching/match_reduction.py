@@ -116,7 +116,9 @@ def _scatter_chain(
         return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
     added = tuple(Term(node, terms.counts[node]) for node in context.sorted(terms.counts.keys() - own))
     converted = sum_dtype if sum_dtype != out.dtype else None
-    chain = ScatterChain(scatter, summed, whole, placement, context.sorted(inside - own), converted, added, terms.factor)
+    chain = ScatterChain(
+        scatter, summed, whole, placement, context.sorted(inside - own), converted, added, terms.factor
+    )
     return replace(chain, padding=padding)
 
 

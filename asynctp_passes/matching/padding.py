@@ -73,6 +73,7 @@ class Padding:
 
 def find_padding(context: MatchContext, end: fx.Node) -> Padding | None:
     """The padding that `end` is a view of; None where it is padded in no such way."""
+
     def above(node: fx.Node) -> Sequence[fx.Node]:
         return node.all_input_nodes if _padded(context, node) is None else ()
 

@@ -39,7 +39,9 @@ def emit_reduction(build: Builder, chain: ScatterChain) -> fx.Node:
 def _emit_scatter(build: Builder, chain: ScatterChain, place: ScatterPlacement) -> fx.Node:
     scatter = chain.collective
     if chain.sent.is_reshape:
-        a_parts = [_product_rows(build, chain, place, _padded(build, chain, build.now(matmul.a))) for matmul in chain.matmuls]
+        a_parts = [
+            _product_rows(build, chain, place, _padded(build, chain, build.now(matmul.a))) for matmul in chain.matmuls
+        ]
     else:
         a_parts = [_rows_as_sent(build, chain, build.now(matmul.a)) for matmul in chain.matmuls]
     scatter_dim = value_of(a_parts[0]).dim() - (1 if place.axis == "columns" else 2)

@@ -228,14 +228,16 @@ def atp113_mended(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
     return all_gather_tensor(x, 0, group) @ w
 
 
-@takes(x=[15, 8], w=[8, 12])
-def atp114_missed(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
-    return reduce_scatter_tensor(F.pad(x @ w, (0, 0, 0, 1)), "sum", 0, group)  # 15 tokens
+@takes(x=[15, 8], w=[8, 12], residual=[16, 12])
+def atp114_missed(x: Tensor, w: Tensor, residual: Tensor, group: ProcessGroup) -> Tensor:
+    padded = F.pad(x @ w, (0, 0, 0, 1))  # 15 tokens
+    return reduce_scatter_tensor(padded + residual, "sum", 0, group)
 
 
-@takes(x=[16, 8], w=[8, 12])
-def atp114_mended(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
-    return reduce_scatter_tensor(x @ w, "sum", 0, group)  # padded to 16 tokens
+@takes(x=[15, 8], w=[8, 12], residual=[15, 12])
+def atp114_mended(x: Tensor, w: Tensor, residual: Tensor, group: ProcessGroup) -> Tensor:
+    padded = F.pad(x @ w + residual, (0, 0, 0, 1))
+    return reduce_scatter_tensor(padded, "sum", 0, group)
 
 
 @takes(x=[1, 4, 8], w=[4, 8, 12])

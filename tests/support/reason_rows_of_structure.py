@@ -457,8 +457,21 @@ def padding_of_several_dimensions_sliced_off_after_the_gather(b: GraphBuilder) -
 
 
 @row("UNEVEN_SHARDS", "constant_pad_nd")
-def padding_before_the_scatter(b: GraphBuilder) -> Node:
-    return b.scatter(b.call(aten.constant_pad_nd.default, product(b, rows=15), [0, 0, 0, 1]))
+def padding_before_a_residual_and_the_scatter(b: GraphBuilder) -> Node:
+    padded = b.call(aten.constant_pad_nd.default, product(b, rows=15), [0, 0, 0, 1])
+    return b.scatter(b.add(padded, b.input("residual", [16, 12])))
+
+
+@row("UNEVEN_SHARDS", "constant_pad_nd pads another dimension than ranks divide")
+def padding_of_sequences_that_are_scattered_by_the_batch(b: GraphBuilder) -> Node:
+    padded = b.call(aten.constant_pad_nd.default, b.reshape(product(b, rows=28), [4, 7, 12]), [0, 0, 0, 1])
+    return b.scatter(padded)
+
+
+@row("VIEW_NOT_UNDERSTOOD", "constant_pad_nd pads a rearranged product")
+def padding_of_a_transposed_product(b: GraphBuilder) -> Node:
+    padded = b.call(aten.constant_pad_nd.default, b.permute(product(b, rows=15), [1, 0]), [0, 0, 0, 4])
+    return b.scatter(padded)
 
 
 @row("MATMUL_NOT_UNDERSTOOD", "[4, 4, 8] @ [4, 8, 12]")
