@@ -105,8 +105,8 @@ NO_MATMUL = _skip(
 WEIGHT_GATHER = _skip(
     "ATP003",
     "WEIGHT_GATHER",
-    "the gathered tensor is a matmul's right-hand operand, or a vector. Its group has no tensor-parallel chain in this "
-    "graph, or is of a mesh dimension named for data parallelism",
+    "the gathered tensor is a matmul's right-hand operand, a vector, or an input of the graph of which rows are looked "
+    "up. Its group has no tensor-parallel chain in this graph, or is of a mesh dimension named for data parallelism",
     "nothing to do for a gather of parameters, as FSDP's; otherwise name the group in Config(groups=...)",
 )
 SINGLE_RANK = _skip(

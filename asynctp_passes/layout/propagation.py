@@ -187,7 +187,7 @@ def _apply(
     unknown = next((source for source in node.all_input_nodes if "val" not in source.meta), None)
     if unknown is not None:
         return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
-    if isinstance(first, fx.Node) and not propagation.has(first) and handler not in (_add, _written, _overwritten):
+    if isinstance(first, fx.Node) and not propagation.has(first) and handler not in (_add, _written, _overwritten, _picked):
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{node.name} rearranges another tensor")
     return handler(_Call(node, values, propagation, sizes, sums))
 
@@ -602,8 +602,13 @@ def _overwritten(call: _Call) -> Result:
     return call.propagation.maps[source] if alike else Refusal(reasons.PIECES_REPEATED, f"{list(sizes)} to {list(own)}")
 
 
-def _index(call: _Call) -> Result:
-    """Picking rows by number: of fewer rows, by constants, it is how torch undoes the padding of uneven shards."""
+def _picked(call: _Call) -> Result:
+    """Picking rows by number: of fewer rows, by constants, it is how torch undoes the padding of uneven shards.
+
+    What is picked by a followed tensor's numbers is another one's.
+    """
+    if not call.propagation.has(call.first):
+        return None
     before, after = tensor_of(call.first), call.shape()
     ratio = None if before is None or after is None else _ratio(product(after), product(call.sizes.of(before)))
     if ratio is None or ratio == 1:
@@ -660,7 +665,7 @@ RULES: dict[View, Callable[[_Call], Result]] = {
     View.STACK: _cat,
     View.CAST: _cast,
     View.BITCAST: _bitcast,
-    View.PICK: _index,
+    View.PICK: _picked,
     View.PAD: _padded,
     View.WRITE: _written,
     View.OVERWRITE: _overwritten,

@@ -42,7 +42,7 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
     chain = (
         _scatter_chain(context, scatter, region, products, padding)
         if products
-        else _near_scatter(context, scatter, leaves, way)
+        else _near_scatter(context, scatter, _looked_up(region) or leaves, way)
     )
     if isinstance(chain, Refusal):
         trimmed = chain.reason is reasons.PIECES_MISSING
@@ -132,6 +132,7 @@ def _region(context: MatchContext, end: fx.Node) -> tuple[set[fx.Node], set[fx.N
         if node in region or node in leaves:
             continue
         sources = [source for source in node.all_input_nodes if _holds_tensors(source)]
+        sources = sources[:1] if traits_of(node).view is View.PICK else sources
         follows = is_view(node) or is_sum(node)
         if follows and sources and context.product(node) is None:
             region.add(node)
@@ -246,6 +247,11 @@ def _padding(matmuls: Iterable[fx.Node]) -> str | None:
     """The padding of an operand of these matmuls, if one is padded."""
     operands = (source for matmul in matmuls for source in matmul.all_input_nodes)
     return next((node.name for node in operands if traits_of(node).view is View.PAD), None)
+
+
+def _looked_up(region: Iterable[fx.Node]) -> set[fx.Node]:
+    """The ops that pick rows of a tensor, as of a table of embeddings: where that comes from makes no difference."""
+    return {node for node in region if traits_of(node).view is View.PICK}
 
 
 def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Node], way: Sequence[fx.Node]) -> Refusal:

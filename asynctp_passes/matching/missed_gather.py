@@ -20,11 +20,11 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.crossings import multiplied_by
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import is_size, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import first_tensor, is_size, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Sizes, product, same
 from asynctp_passes.layout.placement import RankPlacement, locate_ranks
-from asynctp_passes.layout.propagation import Propagation, pads_at_end, views_of
+from asynctp_passes.layout.propagation import Propagation, is_view, pads_at_end, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate
 from asynctp_passes.matching.cut_rows import unpads
@@ -47,7 +47,18 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
     misses.sort(key=_informative)
     nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
+    weights = weights or (_is_given(gather.source) and any(traits_of(node).view is View.PICK for node in nodes))
     return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, weights=weights)
+
+
+def _is_given(node: fx.Node) -> bool:
+    """True for a view of an input of the graph, in whatever dtype: a table of embeddings, where rows of it are picked."""
+    while node.op != "placeholder":
+        source = first_tensor(node)
+        if source is None or not is_view(node):
+            return False
+        node = source
+    return True
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> lis
             continue
         if near_miss.only_scales(context.scalings, node):
             scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
-        elif way := context.ways_down.path(node, source):
+        elif not near_miss.looks_up(node, source) and (way := context.ways_down.path(node, source)):
             refusal = next((refused[step] for step in way if step in refused), propagation.refused.get(node))
             reached.append(_Miss(_on_the_way(way, refusal), (*context.sorted(region.views_to([source])), *way)))
     return reached or scaled[:1] or [_Miss(_goes_elsewhere(context, region.gather, propagation))]

@@ -22,6 +22,7 @@ from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import (
     called_name,
     called_op,
+    first_tensor,
     is_pointwise,
     is_size,
     name_of,
@@ -31,6 +32,7 @@ from asynctp_passes.ir.nodes import (
     tensor_of,
     traits_of,
 )
+from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.order import communicates
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
@@ -42,6 +44,7 @@ __all__ = [
     "computed_from",
     "inputs_next_to",
     "is_vector",
+    "looks_up",
     "names",
     "only_scales",
     "quantizes",
@@ -64,6 +67,11 @@ def transparent(node: fx.Node) -> bool:
     """
     named = bool(_rowwise_words(node)) and not communicates(node)
     return is_view(node) or is_pointwise(node) or reduces(node) or named
+
+
+def looks_up(node: fx.Node, numbers: fx.Node) -> bool:
+    """True for an op that picks rows of another tensor by these numbers."""
+    return traits_of(node).view is View.PICK and first_tensor(node) is not numbers
 
 
 def users_next_to(node: fx.Node) -> Iterable[fx.Node]:

@@ -231,3 +231,25 @@ def scatter_that_pytorch_fused(b: GraphBuilder) -> Node:
 def all_to_all(b: GraphBuilder) -> Node:
     x = b.input("x", [16, 8])
     return b.call_like(x.meta["val"], c10d.all_to_all_single.default, x, [4] * 4, [4] * 4, "tp")
+
+
+# --- lookups ------------------------------------------------------------------------------------------------------
+@row("WEIGHT_GATHER", "embedding picks rows of an input of the graph")
+def embeddings_of_a_gathered_table(b: GraphBuilder) -> Node:
+    """FSDP's; a norm comes before the matmul."""
+    table = b.gather(b.call(torch.ops.prims.convert_element_type.default, b.input("table", [4, 8]), torch.bfloat16))
+    rows = b.call(aten.embedding.default, table, b.input("tokens", [20], torch.int64))
+    return b.mm(b.call(aten.mul.Tensor, rows, rows), b.input("w", [8, 12], torch.bfloat16))
+
+
+@row("NO_MATMUL", "embedding")
+def table_of_embeddings_by_gathered_tokens(b: GraphBuilder) -> Node:
+    """The rows are those of a table on this rank."""
+    tokens = b.gather(b.input("tokens", [4], torch.int64))
+    return b.mm(b.call(aten.embedding.default, b.input("table", [32, 8]), tokens), b.input("w", [8, 12]))
+
+
+@row("NO_MATMUL", "made by aten.embedding.default")
+def all_reduce_of_embeddings(b: GraphBuilder) -> Node:
+    """Of a table whose rows are shared by the ranks."""
+    return b.all_reduce(b.call(aten.embedding.default, b.input("table", [32, 8]), b.input("tokens", [4], torch.int64)))

@@ -10,6 +10,11 @@ from reason_rows import FP8, gathered, product, quantized, row, times
 from torch.fx import Node
 
 
+def of_a_layer(b: GraphBuilder) -> Node:
+    """What is computed on a rank, gathered: no input of the graph."""
+    return b.gather(b.relu(b.input("x", [4, 8])))
+
+
 # --- 1xx structure ---------------------------------------------------------------------------------------------
 @row("PIECES_REORDERED", "cat: pieces start at elements")
 def gathered_pieces_reversed(b: GraphBuilder) -> Node:
@@ -61,12 +66,24 @@ def scattered_rows_trimmed(b: GraphBuilder) -> Node:
 @row("PIECES_MISSING", "picks rows by number")
 def rows_picked_by_an_input(b: GraphBuilder) -> Node:
     """The last token of each sequence, as serving does before the head."""
-    return times(b, b.call(aten.index.Tensor, gathered(b), [b.input("last", [5], torch.int64)]))
+    return times(b, b.call(aten.index.Tensor, of_a_layer(b), [b.input("last", [5], torch.int64)]))
+
+
+@row("PIECES_MISSING", "embedding -> mm; aten.embedding.default embedding: picks rows by number")
+def rows_looked_up_as_embeddings(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.embedding.default, of_a_layer(b), b.input("last", [5], torch.int64)))
+
+
+@row("PIECES_MISSING", "picks rows by number")
+def elements_picked_by_an_input(b: GraphBuilder) -> Node:
+    """What `take_along_dim` is."""
+    last = b.call(aten.expand.default, b.input("last", [5, 1], torch.int64), [5, 8])
+    return times(b, b.call(aten.gather.default, of_a_layer(b), 0, last))
 
 
 @row("PIECES_REPEATED", "picks rows by number")
 def rows_picked_for_several_experts(b: GraphBuilder) -> Node:
-    return times(b, b.call(aten.index.Tensor, gathered(b), [b.input("routes", [32], torch.int64)]))
+    return times(b, b.call(aten.index.Tensor, of_a_layer(b), [b.input("routes", [32], torch.int64)]))
 
 
 @row("VIEW_NOT_UNDERSTOOD", "pads by [0, 0, 1, -1]")
@@ -430,7 +447,7 @@ def gather_by_symmetric_memory(b: GraphBuilder) -> Node:
 @row("UNEVEN_SHARDS", "index_select")
 def padding_removed_after_the_gather(b: GraphBuilder) -> Node:
     kept = b.input("kept", [15], torch.int64)
-    return times(b, b.call(aten.index_select.default, gathered(b), 0, kept))
+    return times(b, b.call(aten.index_select.default, of_a_layer(b), 0, kept))
 
 
 @row("UNEVEN_SHARDS", "slice")
