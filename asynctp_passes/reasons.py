@@ -478,6 +478,16 @@ MOVES_MORE = _skip(
     "would take one more collective, to save few bytes",
     "nothing to do. If the other users can work with the matmul's operand, compute that before the gather",
 )
+TAKEN_IN_PARTS = _reason(
+    "ATP406",
+    "TAKEN_IN_PARTS",
+    "several parts of the gathered tensor are taken, and together all of it; or matmuls make parts of the rows that are "
+    "reduced. So do two weights for two kinds of tokens, and a head that works in chunks. A fused op would multiply all "
+    "rows with each weight, or make the result of all chunks at once",
+    "nothing to do where weights differ, or chunks save memory. Otherwise multiply all rows at once, and divide the result",
+    "SKIPPED",
+    "nothing to do where weights differ, or chunks save memory. Otherwise join the operands, and multiply them at once",
+)
 
 BEHIND_PRODUCTS = _reason(
     "ATP404",

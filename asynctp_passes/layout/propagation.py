@@ -479,7 +479,9 @@ def _cat(call: _Call) -> Result:
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces with other tensors: {', '.join(names)}")
     if any(call.propagation.terms[tensor] != call.propagation.terms[tensors[0]] for tensor in tensors):
         names = [tensor.name for tensor in tensors]
-        return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces of different products: {', '.join(names)}")
+        rows = call.values["dim"] % len(maps[0].dims) < len(maps[0].dims) - 1  # type: ignore[union-attr]
+        reason = reasons.TAKEN_IN_PARTS if rows else reasons.VIEW_NOT_UNDERSTOOD
+        return Refusal(reason, f"joins pieces of different products: {', '.join(names)}")
     dtypes = {value.dtype for value in map(tensor_of, tensors) if value is not None}
     if len(dtypes) > 1:
         return Refusal(reasons.COMPUTED_BETWEEN, f"joins pieces of {', '.join(sorted(map(str, dtypes)))}")

@@ -29,6 +29,7 @@ from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate
 from asynctp_passes.matching.cut_rows import unpads
 from asynctp_passes.matching.match_context import MatchContext
+from asynctp_passes.matching.parts import parts_of
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
 
@@ -44,6 +45,10 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
         return Candidate(gather, None, (refusal,), gather.results)  # what follows has other names on other ranks
     misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
     misses = [_named(gather, miss, region.context.sizes) for miss in (*misses, *_near_gather(region, refused))]
+    if any(miss.refusal.reason is reasons.PIECES_MISSING for miss in misses) and (
+        parts := parts_of(region.context.propagation_of(gather), region.context.sizes)
+    ):
+        misses = [_in_parts(miss, parts) for miss in misses]
     misses.sort(key=_informative)
     nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
@@ -75,6 +80,12 @@ def _named(gather: Collective, miss: _Miss, sizes: Sizes) -> _Miss:
     if cut is None or miss.refusal.reason is not reasons.PIECES_MISSING:
         return miss
     return replace(miss, refusal=Refusal(reasons.UNEVEN_SHARDS, f"{op_name(cut)} {cut.name}: {miss.refusal.facts}"))
+
+
+def _in_parts(miss: _Miss, parts: str) -> _Miss:
+    """A miss for want of rows that others take is one for rows in parts."""
+    missing = miss.refusal.reason is reasons.PIECES_MISSING
+    return replace(miss, refusal=Refusal(reasons.TAKEN_IN_PARTS, parts)) if missing else miss
 
 
 def _informative(miss: _Miss) -> int:

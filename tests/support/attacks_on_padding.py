@@ -199,7 +199,7 @@ PADDING: dict[str, tuple[Attack, list[str]]] = {
     "product written behind a row of zeros": (scattered_with(written_into(start=1)), ["ATP104"]),
     "product written into every other row": (scattered_with(written_into(step=2, rows=14)), ["ATP104"]),
     "product copied into zeros": (scattered_with(copied_and_written, weight=infinite), ["F"]),
-    "a row of the product for all": (scattered_with(one_row_for_all), ["ATP103"]),
+    "a row of the product for all": (scattered_with(one_row_for_all), ["ATP102"]),
     "padded with a bias and a residual": (with_a_bias_and_a_residual, ["F"]),
     "padded before a residual": (added_to_the_padding, ["ATP114"]),
     "padded, and returned": (padding_returned, ["ATP202"]),

@@ -93,8 +93,23 @@ def rows_shifted_before_the_scatter(b: GraphBuilder) -> Node:
 
 
 @row("VIEW_NOT_UNDERSTOOD", "joins pieces of different products: mm, mm_1")
-def two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
-    return b.scatter(b.cat([product(b), product(b, "c")]))
+def columns_of_two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(b.cat([product(b), product(b, "c")], dim=1))
+
+
+@row("PIECES_MISSING", "covers 64 elements from 0 of 128")
+def rows_of_two_kinds_without_the_last_one(b: GraphBuilder) -> Node:
+    """Two weights for two kinds of tokens, and a row that nothing takes."""
+    whole = gathered(b)
+    text, image = (b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, 8), (8, 15)))
+    return b.cat([times(b, text), b.mm(image, b.input("v", [8, 12]))])
+
+
+@row("PIECES_MISSING", "slice")
+def pieces_joined_and_cut(b: GraphBuilder) -> Node:
+    """All pieces are taken, and then steps are dropped of the sequences that they make."""
+    whole = b.cat(b.chunks(gathered(b, 2, 4, 8)), dim=1)
+    return times(b, b.reshape(b.call(aten.slice.Tensor, whole, 1, 0, 5), [10, 8]))
 
 
 @row("VIEW_NOT_UNDERSTOOD", "written into a part of another")
@@ -313,13 +328,6 @@ def sum_with_alpha(b: GraphBuilder) -> Node:
 def sum_of_a_product_and_a_transpose(b: GraphBuilder) -> Node:
     square = b.mm(b.input("c", [12, 8]), b.input("v", [8, 12]))
     return b.scatter(b.add(square, b.permute(b.mm(b.input("d", [12, 8]), b.input("u", [8, 12])), [1, 0])))
-
-
-@row("VIEW_NOT_UNDERSTOOD", "joins pieces of different products: mm_1, mm")
-def products_of_two_shapes_joined(b: GraphBuilder) -> Node:
-    """As of experts that have different numbers of tokens."""
-    other = b.mm(b.input("c", [4, 8]), b.input("v", [8, 12]))
-    return b.call(c10d.all_reduce.default, b.cat([product(b), other], dim=0), "sum", "tp")
 
 
 @row("SUM_TERMS_DISAGREE", "added twice")
