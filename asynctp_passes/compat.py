@@ -145,6 +145,13 @@ def is_op(target: object) -> TypeGuard[torch._ops.OpOverload]:
     return isinstance(target, torch._ops.OpOverload)
 
 
+def overload_of(target: object) -> torch._ops.OpOverload | None:
+    """The overload that a target calls: an op without one named, as Inductor writes it, has one alone; or None."""
+    if isinstance(target, torch._ops.OpOverloadPacket) and target.overloads() == ["default"]:
+        target = target.default
+    return target if is_op(target) else None
+
+
 # --- graphs -------------------------------------------------------------------------------------------
 
 
@@ -363,6 +370,13 @@ def nodes_hidden_by(node: fx.Node) -> Sequence[fx.Node]:
     match = node.target.args[0] if isinstance(node.target, functools.partial) and node.target.args else None
     nodes: Sequence[fx.Node] = getattr(match, "nodes", ())
     return nodes
+
+
+def packed_constants(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node that are constants in mkldnn's own layout: weights that Inductor packed when it froze them."""
+    module = node.graph.owning_module
+    constants = (one for one in node.all_input_nodes if one.op == "get_attr" and module is not None)
+    return [one for one in constants if getattr(getattr(module, str(one.target), None), "is_mkldnn", False)]
 
 
 def has_folded_output_scale(node: fx.Node) -> bool:

@@ -77,11 +77,9 @@ def find_padding(context: MatchContext, end: fx.Node) -> Padding | None:
     def above(node: fx.Node) -> Sequence[fx.Node]:
         return node.all_input_nodes if _padded(context, node) is None else ()
 
-    views = reachable([end], above, where=is_view)
-    pads = [node for node in views if not above(node)]
-    if len(pads) != 1:
+    pad, *views = context.sorted(reachable([end], above, where=is_view)) or (end,)
+    if above(pad) or not all(map(above, views)):
         return None
-    pad, views = pads[0], context.sorted(views - {pads[0]})
     source = _padded(context, pad)
     before, after = tensor_of(source), tensor_of(pad)
     if source is None or before is None or after is None or before.dim() != after.dim() or before.dtype != after.dtype:
