@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TypeGuard, get_origin
+from typing import Any, NamedTuple, TypeGuard, get_origin
 
 import sympy
 import torch
@@ -147,12 +147,52 @@ def is_op(target: object) -> TypeGuard[torch._ops.OpOverload]:
 
 def overload_of(target: object) -> torch._ops.OpOverload | None:
     """The overload that a target calls: an op without one named, as Inductor writes it, has one alone; or None."""
-    if isinstance(target, torch._ops.OpOverloadPacket) and target.overloads() == ["default"]:
+    if isinstance(target, torch._ops.OpOverloadPacket) and target.overloads() == ["default"]:  # type: ignore[no-untyped-call]
         target = target.default
     return target if is_op(target) else None
 
 
 # --- graphs -------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A call of an op, with nodes for tensors."""
+
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def call_made_by(function: Callable[..., Any], args: Any, kwargs: Any, like: Tensor) -> Call | None:
+    """The one op that a function of nodes calls, if its result is like a tensor; None for several or another result."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls: list[tuple[Any, Any, Any]] = []
+    nodes: dict[int, fx.Node] = {}
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append((func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    def value_of(node: fx.Node) -> Any:
+        nodes[id(node.meta["val"])] = node
+        return node.meta["val"]
+
+    values, named = fx.map_arg((args, kwargs), value_of)
+    try:
+        with without_guards(like), Recorder():  # type: ignore[no-untyped-call]
+            found = function(*values, **named)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return None
+    if len(calls) != 1 or not isinstance(found, Tensor) or _layout_of(found) != _layout_of(like):
+        return None
+    op, values, named = torch.utils._pytree.tree_map(lambda value: nodes.get(id(value), value), calls[0])
+    return Call(op, tuple(values), named)
+
+
+def _layout_of(tensor: Tensor) -> tuple[str, ...]:
+    return str(tensor.dtype), str(tensor.device), str(list(tensor.shape)), str(list(tensor.stride()))
 
 
 class GraphRecord:
@@ -373,7 +413,7 @@ def nodes_hidden_by(node: fx.Node) -> Sequence[fx.Node]:
 
 
 def packed_constants(node: fx.Node) -> list[fx.Node]:
-    """The inputs of a node that are constants in mkldnn's own layout: weights that Inductor packed when it froze them."""
+    """The inputs of a node that are constants in mkldnn's own layout: weights that Inductor froze and packed."""
     module = node.graph.owning_module
     constants = (one for one in node.all_input_nodes if one.op == "get_attr" and module is not None)
     return [one for one in constants if getattr(getattr(module, str(one.target), None), "is_mkldnn", False)]

@@ -14,6 +14,7 @@ from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_if_strict
 from asynctp_passes.rewriting.ordering import put_in_program_order
 from asynctp_passes.rewriting.rewrite import rewrite
+from asynctp_passes.rewriting.ungroup import ungroup
 
 __all__ = ["run"]
 
@@ -48,6 +49,7 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
 
 def _fuse(graph: fx.Graph, config: Config, attempt: Attempt) -> Report:
     put_in_program_order(graph)
+    ungroup(graph)
     agreed = agreed_before(graph, config)
     plan = planned(graph, config, agreed)  # finds the chains, and decides
     votes = attempt.vote(ballots_of(plan))

@@ -187,7 +187,11 @@ def _apply(
     unknown = next((source for source in node.all_input_nodes if "val" not in source.meta), None)
     if unknown is not None:
         return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
-    if isinstance(first, fx.Node) and not propagation.has(first) and handler not in (_add, _written, _overwritten, _picked):
+    if (
+        isinstance(first, fx.Node)
+        and not propagation.has(first)
+        and handler not in (_add, _written, _overwritten, _picked)
+    ):
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{node.name} rearranges another tensor")
     return handler(_Call(node, values, propagation, sizes, sums))
 

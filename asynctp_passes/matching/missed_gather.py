@@ -57,7 +57,7 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
 
 
 def _is_given(node: fx.Node) -> bool:
-    """True for a view of an input of the graph, in whatever dtype: a table of embeddings, where rows of it are picked."""
+    """True for a view of an input of the graph, in whatever dtype: where rows are picked, a table of embeddings."""
     while node.op != "placeholder":
         source = first_tensor(node)
         if source is None or not is_view(node):

@@ -19,7 +19,7 @@ from torch import fx
 
 from asynctp_passes.ir.nodes import arguments, filling_of, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.sizes import Size, Sizes, product, same
+from asynctp_passes.ir.sizes import Size, product, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import ScatterPlacement
@@ -94,7 +94,7 @@ def find_padding(context: MatchContext, end: fx.Node) -> Padding | None:
 
 
 def _padded(context: MatchContext, node: fx.Node) -> fx.Node | None:
-    """What a node pads at the end by zeros, if it does that."""
+    """The tensor that a node pads at the end by zeros; None for a node that does something else."""
     view, values = traits_of(node).view, arguments(node) if traits_of(node).view in _PADDING else {}
     if view is View.PAD:
         in_place = pads_at_end(values["pad"]) and all(size == 0 for size in values["pad"][::2])

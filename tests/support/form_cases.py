@@ -452,7 +452,7 @@ def product_copied_into_zeros(x: Tensor, w: Tensor) -> Tensor:
 
 
 def tokens_padded_and_cut(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """A layer of sequence parallelism, of any number of tokens: each rank has its part of them, and the last one less."""
+    """A layer of sequence parallelism, of any number of tokens: each rank has its part, and the last one less."""
     tokens, more = x.shape[0], -x.shape[0] % RANKS
     parts = torch.nn.functional.pad(x, (0, 0, 0, more)).chunk(RANKS)
     hidden = torch.relu(gathered(parts[dist.get_rank()].clone())[:tokens] @ up)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from operator import getitem
 from unittest import mock
-
-import operator
 
 import pytest
 import torch
