@@ -177,6 +177,29 @@ def scattered_as_its_negative_zeros(b: Builder) -> list[Node]:
     return [b.call(aten.reciprocal.default, whole)]
 
 
+def in_pieces(
+    order: tuple[int, ...] = (0, 1),
+    pads: tuple[int, ...] = (0, 1),
+    front: int = 0,
+    size: int = 4,
+    rest: float | None = None,
+    value: float = 0.0,
+) -> Pad:
+    """Pieces for the ranks, some padded, and joined, as DTensor has them; perhaps with four rows of numbers behind."""
+
+    def pad(b: Builder, x: Node) -> Node:
+        items = b.items(b.call(aten.split.Tensor, x, size, 0))
+        taken = [items[index] for index in order]
+        for place, count in enumerate(pads):
+            if count:
+                amounts = [0, 0, front, count - front]
+                taken[place] = b.call(aten.constant_pad_nd.default, taken[place], amounts, value)
+        numbers = [] if rest is None else [zeros(b, 4, 8, value=rest)]
+        return b.call(aten.cat.default, [*taken, *numbers], 0)
+
+    return pad
+
+
 ROW = padded(0, 0, 0, 1)
 PADDING: dict[str, tuple[Attack, list[str]]] = {
     "product padded by a row": (scattered_with(ROW), ["F"]),
@@ -214,5 +237,15 @@ PADDING: dict[str, tuple[Attack, list[str]]] = {
     "halves of rows padded": (regrouped_before, ["ATP104"]),
     "padded, and scattered by columns": (by_columns, ["ATP114"]),
     "padded, and all-reduced": (to_be_all_reduced, ["ATP114"]),
+    "pieces, the last one padded": (scattered_with(in_pieces(), weight=infinite), ["F"]),
+    "pieces, the last one padded by ones": (scattered_with(in_pieces(value=1.0)), ["ATP114"]),
+    "pieces, the last one padded in front": (scattered_with(in_pieces(front=1)), ["ATP104"]),
+    "pieces, the first one last and padded": (scattered_with(in_pieces((1, 0), (1, 0))), ["ATP114"]),
+    "pieces, one of them twice": (scattered_with(in_pieces((0, 0), (0, 0))), ["ATP102"]),
+    "pieces, all padded": (scattered_with(in_pieces((0, 1), (1, 2))), ["ATP114"]),
+    "pieces, one dropped": (scattered_with(in_pieces((0, 1), (0, 0), size=3)), ["ATP103"]),
+    "pieces, and zeros": (scattered_with(in_pieces((0,), (0,), rest=0), rows=4, weight=infinite), ["F"]),
+    "pieces, one padded, and zeros": (scattered_with(in_pieces((0,), (1,), rest=0), rows=3, weight=infinite), ["F"]),
+    "pieces, and ones": (scattered_with(in_pieces((0,), (0,), rest=1), rows=4), ["ATP104"]),
     "padded, with scales of rows": (scales_of_rows, ["F"]),
 }

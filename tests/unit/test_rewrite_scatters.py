@@ -694,6 +694,42 @@ return (where_self)
     )
 
 
+def test_scatter_of_uneven_shards() -> None:
+    """As DTensor pads them: the last piece of the product alone."""
+    b = GraphBuilder(ranks=2)
+    split = b.call(aten.split.Tensor, b.mm(b.input("a", [7, 8]), b.input("w", [8, 12])), 4)
+    first, last = (b.call(operator.getitem, split, index) for index in range(2))
+    padded = b.call(aten.constant_pad_nd.default, last, [0, 0, 0, 1])
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.cat([first, padded])))),
+        """\
+a: f32[7, 8]
+w: f32[8, 12]
+mm = mm(a, w)  # f32[7, 12]
+split = split(mm, 4)  # (f32[4, 12], f32[3, 12])
+getitem = getitem(split, 0)  # f32[4, 12]
+getitem_1 = getitem(split, 1)  # f32[3, 12]
+constant_pad_nd = constant_pad_nd(getitem_1, [0, 0, 0, 1])  # f32[4, 12]
+cat = cat([getitem, constant_pad_nd], 0)  # f32[8, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 2, 'tp')  # f32[4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f32[7, 8]
+w: f32[8, 12]
+constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, 1], 0)  # f32[8, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
+    biases=[None], reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[4, 12]
+rows_before_default = rows_before(matmul_reduce_scatter_default, 7, 'tp')  # bool[4, 1]
+full_default = full([], 0, dtype=f32, device=cpu)  # f32[]
+where_self = where(rows_before_default, matmul_reduce_scatter_default, full_default)  # f32[4, 12]
+return (where_self)
+""",
+    )
+
+
 def test_scatter_of_a_padded_product_of_any_number_of_rows() -> None:
     b = GraphBuilder()
     a, w = b.input("a", [15, 8], dynamic=0), b.input("w", [8, 12])
