@@ -52,8 +52,14 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
     misses.sort(key=_informative)
     nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
-    weights = weights or (_is_given(gather.source) and any(traits_of(node).view is View.PICK for node in nodes))
+    weights = weights or (_is_given(gather.source) and _computes_with_rows(misses[0].nodes))
     return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, weights=weights)
+
+
+def _computes_with_rows(way: Sequence[fx.Node]) -> bool:
+    """True for a way on which rows are looked up, and something is computed of them before they are multiplied."""
+    looked_up = any(traits_of(node).view is View.PICK for node in way)
+    return looked_up and not all(is_view(node) or is_matmul(node) for node in way)
 
 
 def _is_given(node: fx.Node) -> bool:
