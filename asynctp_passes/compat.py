@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TypeGuard, get_origin
+from typing import Any, NamedTuple, TypeGuard, get_origin
 
 import sympy
 import torch
@@ -150,7 +150,54 @@ def is_higher_order(target: object) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def overload_of(target: object) -> torch._ops.OpOverload | None:
+    """The overload that a target calls: an op without one named, as Inductor writes it, has one alone; or None."""
+    if isinstance(target, torch._ops.OpOverloadPacket) and target.overloads() == ["default"]:  # type: ignore[no-untyped-call]
+        target = target.default
+    return target if is_op(target) else None
+
+
 # --- graphs -------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A call of an op, with nodes for tensors."""
+
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def call_made_by(function: Callable[..., Any], args: Any, kwargs: Any, like: Tensor) -> Call | None:
+    """The one op that a function of nodes calls, if its result is like a tensor; None for several or another result."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls: list[tuple[Any, Any, Any]] = []
+    nodes: dict[int, fx.Node] = {}
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append((func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    def value_of(node: fx.Node) -> Any:
+        nodes[id(node.meta["val"])] = node
+        return node.meta["val"]
+
+    values, named = fx.map_arg((args, kwargs), value_of)
+    try:
+        with without_guards(like), Recorder():  # type: ignore[no-untyped-call]
+            found = function(*values, **named)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return None
+    if len(calls) != 1 or not isinstance(found, Tensor) or _layout_of(found) != _layout_of(like):
+        return None
+    op, values, named = torch.utils._pytree.tree_map(lambda value: nodes.get(id(value), value), calls[0])
+    return Call(op, tuple(values), named)
+
+
+def _layout_of(tensor: Tensor) -> tuple[str, ...]:
+    return str(tensor.dtype), str(tensor.device), str(list(tensor.shape)), str(list(tensor.stride()))
 
 
 class GraphRecord:
@@ -277,6 +324,14 @@ def is_floor_division(expr: sympy.Expr) -> bool:
     return type(expr).__name__ in ("FloorDiv", "CleanDiv")
 
 
+def floor_division(base: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr:
+    """Torch's own `a // b` in sympy; it may come out simpler."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    division: sympy.Expr = FloorDiv(base, divisor)
+    return division
+
+
 def is_remainder(expr: sympy.Expr) -> bool:
     """True for torch's own `a % b` in sympy."""
     return type(expr).__name__ in ("Mod", "PythonMod")
@@ -289,13 +344,19 @@ def fake_mode_of(tensor: object) -> Any:
 
 @contextlib.contextmanager
 def without_guards(fake: torch.Tensor) -> Iterator[None]:
-    """Compute with fake tensors of the mode `fake` belongs to, recording no guard."""
+    """Compute with fake tensors of the mode `fake` belongs to, recording no guard.
+
+    Ops that are decomposed take symbolic sizes only by their decompositions in Python.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
     mode = fake_mode_of(fake)
     with contextlib.ExitStack() as stack:
         if mode is not None:
             stack.enter_context(mode)
             if mode.shape_env is not None:
                 stack.enter_context(mode.shape_env.suppress_guards())
+                stack.enter_context(enable_python_dispatcher())
         yield
 
 
@@ -354,6 +415,13 @@ def nodes_hidden_by(node: fx.Node) -> Sequence[fx.Node]:
     match = node.target.args[0] if isinstance(node.target, functools.partial) and node.target.args else None
     nodes: Sequence[fx.Node] = getattr(match, "nodes", ())
     return nodes
+
+
+def packed_constants(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node that are constants in mkldnn's own layout: weights that Inductor froze and packed."""
+    module = node.graph.owning_module
+    constants = (one for one in node.all_input_nodes if one.op == "get_attr" and module is not None)
+    return [one for one in constants if getattr(getattr(module, str(one.target), None), "is_mkldnn", False)]
 
 
 def has_folded_output_scale(node: fx.Node) -> bool:

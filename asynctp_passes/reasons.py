@@ -105,8 +105,8 @@ NO_MATMUL = _skip(
 WEIGHT_GATHER = _skip(
     "ATP003",
     "WEIGHT_GATHER",
-    "the gathered tensor is a matmul's right-hand operand, or a vector. Its group has no tensor-parallel chain in this "
-    "graph, or is of a mesh dimension named for data parallelism",
+    "the gathered tensor is a matmul's right-hand operand, a vector, or an input of the graph whose rows are looked "
+    "up. Its group has no tensor-parallel chain in this graph, or is of a mesh dimension named for data parallelism",
     "nothing to do for a gather of parameters, as FSDP's; otherwise name the group in Config(groups=...)",
 )
 SINGLE_RANK = _skip(
@@ -285,15 +285,18 @@ COLLECTIVE_NOT_UNDERSTOOD = _miss(
 UNEVEN_SHARDS = _miss(
     "ATP114",
     "UNEVEN_SHARDS",
-    "ranks hold shards of different sizes (padded and indexed around the collective)",
-    "make the sharded dimension divisible by the group size (pad the sequence)",
+    "what is gathered or scattered is padded until the ranks divide it. The padding is neither rows that a slice cuts "
+    "off before the matmul, nor rows of zeros that come last before a reduce-scatter",
+    "cut the padding off the matmul's result. Give a contraction a size that the ranks divide",
+    "pad the matmul's result by rows of zeros at its end, after all that is added to it. Then reduce-scatter its rows",
 )
 MATMUL_NOT_UNDERSTOOD = _miss(
     "ATP115",
     "MATMUL_NOT_UNDERSTOOD",
     "the matmul is of a form that asynctp does not rewrite (a weight for each batch, grouped, an op it does not know)",
     "write a layer with torch.nn.functional.linear or scaled_mm and one weight. Describe a custom op with "
-    "asynctp_passes.register_matmul. For attention's own matmuls there is nothing to do",
+    "asynctp_passes.register_matmul. Freeze without packing: torch._inductor.config.cpp.weight_prepack = False. "
+    "For attention's own matmuls there is nothing to do",
 )
 MATMUL_PADDED = _miss(
     "ATP116",
@@ -482,6 +485,16 @@ MOVES_MORE = _skip(
     "gathered tensor, or would be gathered on top of it, for its other users. Or a statistic over all ranks' rows "
     "would take one more collective, to save few bytes",
     "nothing to do. If the other users can work with the matmul's operand, compute that before the gather",
+)
+TAKEN_IN_PARTS = _reason(
+    "ATP406",
+    "TAKEN_IN_PARTS",
+    "matmuls take parts of the gathered tensor, or make parts of the reduced one, which together are all of it. "
+    "So do two weights for two kinds of tokens, and a head that works in chunks. A fused op would multiply all rows "
+    "with each weight, or make the result of all chunks at once",
+    "nothing to do where weights differ, or chunks save memory. Otherwise multiply all rows, and divide the result",
+    "SKIPPED",
+    "nothing to do where weights differ, or chunks save memory. Otherwise join the operands, and multiply them",
 )
 
 BEHIND_PRODUCTS = _reason(

@@ -121,6 +121,8 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     if op is None:
         hidden = " -> ".join(map(short_name, compat.nodes_hidden_by(node)))
         facts = f"{name} {node.name}" + (f", which Inductor put in the place of {hidden}" if hidden else "")
+        packed = ", ".join(one.name for one in compat.packed_constants(node))
+        facts += f", whose weight {packed} is packed: freezing did that" if packed else ""
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
     values, result = arguments(node), _result(node, op)
     if isinstance(result, Refusal):

@@ -71,8 +71,8 @@ def op_name(node: fx.Node) -> str:
     """`"aten.mm.default"` for a call of that overload, `"getitem"` for the builtin; empty for other nodes."""
     if node.op != "call_function":
         return ""
-    if compat.is_op(node.target):
-        return name_of(node.target)
+    if (op := compat.overload_of(node.target)) is not None:
+        return name_of(op)
     return str(getattr(node.target, "__name__", node.target))
 
 
@@ -89,8 +89,7 @@ def traits_of(node: fx.Node) -> OpTraits:
 
 def called_op(node: fx.Node) -> Any:
     """The op that a node calls, also inside of `auto_functionalized`, which stands for an op that writes; or None."""
-    target = node.args[0] if op_name(node) in _FUNCTIONALIZED and node.args else node.target
-    return target if compat.is_op(target) else None
+    return compat.overload_of(node.args[0] if op_name(node) in _FUNCTIONALIZED and node.args else node.target)
 
 
 def called_name(node: fx.Node) -> str:
@@ -109,9 +108,10 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an op call by their schema names, defaults included."""
     if op_name(node) in _FUNCTIONALIZED:
         return dict(node.kwargs)
-    assert compat.is_op(node.target)
+    op = compat.overload_of(node.target)
+    assert op is not None
     values: dict[str, Any] = {}
-    for index, argument in enumerate(node.target._schema.arguments):
+    for index, argument in enumerate(op._schema.arguments):
         if index < len(node.args) and not argument.kwarg_only:
             values[argument.name] = node.args[index]
         elif argument.name in node.kwargs:

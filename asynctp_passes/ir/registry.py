@@ -146,6 +146,7 @@ _MATMULS: dict[str, MatmulOp] = {
     "aten.baddbmm.default": _BADDBMM,
     "aten.baddbmm.dtype": _BADDBMM,
     "aten.matmul.default": MatmulOp("self", "other"),
+    "mkl._mkl_linear.default": MatmulOp("X", "ORI_W", bias="B", b_transposed=True),  # the packed weight goes
     "aten.linear.default": MatmulOp("input", "weight", bias="bias", b_transposed=True),
     SCALED_MM: _SCALED,
     "aten._scaled_mm_v2.default": _SCALED,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -32,6 +33,7 @@ __all__ = [
     "identical",
     "product",
     "quotient",
+    "rounded_up",
     "same",
     "same_strides",
 ]
@@ -61,6 +63,14 @@ def divided(a: Size, b: Size) -> Size:
     result = quotient(a, b)
     assert result is not None, f"{a} is a multiple of {b} by construction"
     return result
+
+
+def rounded_up(size: Size, count: int) -> Size:
+    """The least multiple of a number that is no less than a size."""
+    if isinstance(size, int):
+        return -(-size // count) * count
+    above = size + count - 1
+    return canonical(count * _quotient(above, above, sympy.Integer(count)))
 
 
 def _is_integer_polynomial(expr: sympy.Expr) -> bool:
@@ -169,8 +179,15 @@ class Sizes:
             value = value.meta["val"]
         if isinstance(value, torch.SymInt):
             expr = compat.expression(value).subs(self._multiples)
+            expr = expr.replace(compat.is_remainder, _remainder_by_floor)
             return canonical(expr.replace(compat.is_floor_division, _floor))
         return int(value)
+
+    def difference(self, a: torch.Tensor, b: torch.Tensor, dim: int) -> Size:
+        """How much longer `a` is than `b`, as the graph writes it: what is computed so has the graph's own sizes."""
+        sizes = (sympy.sympify(as_size(tensor.shape[dim])).subs(self._multiples) for tensor in (a, b))
+        difference = operator.sub(*sizes)
+        return int(difference) if difference.is_Integer else difference
 
     def sources(self, inputs: Iterable[fx.Node]) -> list[SizeSource]:
         """The symbolic sizes that placeholders and `inputs` carry, those first that need nothing computed."""
@@ -246,15 +263,29 @@ def _never_holds(guard: sympy.Rel, values: dict[sympy.Symbol, sympy.Expr]) -> bo
 
 def _floor(division: sympy.Expr) -> sympy.Expr:
     """`base // divisor` with the part of `base` that the divisor divides taken out."""
-    base, divisor = division.args
+    return _quotient(division, *division.args)
+
+
+def _remainder_by_floor(modulo: sympy.Expr) -> sympy.Expr:
+    """`base % divisor` as `base - base // divisor * divisor`, so that `n + -n % ranks` is a multiple of the ranks."""
+    base, divisor = modulo.args
+    if not divisor.is_Integer or divisor <= 0:
+        return modulo
+    return base - divisor * _quotient(modulo, base, divisor)
+
+
+def _quotient(whole: sympy.Expr, base: sympy.Expr, divisor: sympy.Expr) -> sympy.Expr:
+    """`base // divisor` in one form, whether it is rounded down or up; `whole` where the divisor is no number."""
     if (exact := quotient(base, divisor)) is not None:
         return sympy.sympify(exact)
     if not divisor.is_Integer or divisor <= 0:
-        return division
-    whole, rest = _divided_terms(base, divisor)
+        return whole
+    times, rest = _divided_terms(base, divisor)
     if rest.is_Integer:
-        return whole + int(rest) // int(divisor)
-    return whole + division.func(rest, divisor)
+        return times
+    if rest.could_extract_minus_sign():
+        return times - _quotient(whole, divisor - 1 - rest, divisor)
+    return times + compat.floor_division(rest, divisor)
 
 
 def _remainder(modulo: sympy.Expr) -> sympy.Expr:
@@ -267,11 +298,14 @@ def _remainder(modulo: sympy.Expr) -> sympy.Expr:
 
 
 def _divided_terms(base: sympy.Expr, divisor: sympy.Integer) -> tuple[sympy.Expr, sympy.Expr]:
-    """The terms of a sum that a number divides, divided by it, and the other ones."""
+    """The terms of a sum that a number divides, divided by it, and the other ones: of a number, what it leaves."""
     whole, rest = sympy.Integer(0), sympy.Integer(0)
     for term in sympy.Add.make_args(sympy.expand(base)):
         coefficient = term.as_coeff_Mul()[0]
-        if coefficient.is_Integer and coefficient % divisor == 0:
+        if term.is_Integer:
+            whole += term // divisor
+            rest += term % divisor
+        elif coefficient.is_Integer and coefficient % divisor == 0:
             whole += term / divisor
         else:
             rest += term
@@ -289,7 +323,7 @@ class SizeSource:
 
 
 SizeExpression = int | tuple[str, Any, Any]
-"""How to compute a size: an integer, `("of", SizeSource, None)`, or `("mul" | "add" | "floordiv", a, b)`."""
+"""How to compute a size: an integer, `("of", SizeSource, None)`, or `("mul" | "add" | "floordiv" | "mod", a, b)`."""
 
 
 def _nodes_in(plan: SizeExpression | None) -> list[fx.Node]:
@@ -311,9 +345,10 @@ def express(size: Size, sources: Sequence[SizeSource]) -> SizeExpression | None:
             return ("mul", own, times)
         if isinstance(part := quotient(source.size, size), int):
             return ("floordiv", own, part)
-    if compat.is_floor_division(size):
+    if compat.is_floor_division(size) or compat.is_remainder(size):
         base, divisor = (express(int(arg) if arg.is_Integer else arg, sources) for arg in size.args)
-        return None if base is None or divisor is None else ("floordiv", base, divisor)
+        name = "floordiv" if compat.is_floor_division(size) else "mod"
+        return None if base is None or divisor is None else (name, base, divisor)
     if isinstance(size, sympy.Mul | sympy.Add):
         parts = [express(int(arg) if arg.is_Integer else arg, sources) for arg in size.args]
         if all(part is not None for part in parts):

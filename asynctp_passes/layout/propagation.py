@@ -187,7 +187,11 @@ def _apply(
     unknown = next((source for source in node.all_input_nodes if "val" not in source.meta), None)
     if unknown is not None:
         return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
-    if isinstance(first, fx.Node) and not propagation.has(first) and handler not in (_add, _written):
+    if (
+        isinstance(first, fx.Node)
+        and not propagation.has(first)
+        and handler not in (_add, _written, _overwritten, _picked)
+    ):
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{node.name} rearranges another tensor")
     return handler(_Call(node, values, propagation, sizes, sums))
 
@@ -212,7 +216,8 @@ def _record(propagation: Propagation, node: fx.Node, result: Result) -> None:
 
 def _terms(propagation: Propagation, node: fx.Node) -> Terms | Refusal:
     """The terms of a followed node: views keep their inputs' one set of terms, an addition joins two disjoint ones."""
-    sets = [propagation.terms[source] for source in node.all_input_nodes if source in propagation.terms]
+    sources = [arguments(node)["src"]] if traits_of(node).view is View.OVERWRITE else node.all_input_nodes
+    sets = [propagation.terms[source] for source in sources if source in propagation.terms]
     sign = traits_of(node).sign
     if not sign:
         if any(terms != sets[0] for terms in sets):
@@ -478,7 +483,9 @@ def _cat(call: _Call) -> Result:
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces with other tensors: {', '.join(names)}")
     if any(call.propagation.terms[tensor] != call.propagation.terms[tensors[0]] for tensor in tensors):
         names = [tensor.name for tensor in tensors]
-        return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces of different products: {', '.join(names)}")
+        rows = call.values["dim"] % len(maps[0].dims) < len(maps[0].dims) - 1  # type: ignore[union-attr]
+        reason = reasons.TAKEN_IN_PARTS if rows else reasons.VIEW_NOT_UNDERSTOOD
+        return Refusal(reason, f"joins pieces of different products: {', '.join(names)}")
     dtypes = {value.dtype for value in map(tensor_of, tensors) if value is not None}
     if len(dtypes) > 1:
         return Refusal(reasons.COMPUTED_BETWEEN, f"joins pieces of {', '.join(sorted(map(str, dtypes)))}")
@@ -588,8 +595,26 @@ def _written(call: _Call) -> Result:
     return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "one tensor is written into a part of another")
 
 
-def _index(call: _Call) -> Result:
-    """Picking rows by number: of fewer rows, by constants, it is how torch undoes the padding of uneven shards."""
+def _overwritten(call: _Call) -> Result:
+    """The tensor that is written, where it is as large and of the same dtype; nothing is left of the other one."""
+    source = call.values["src"]
+    before, after = tensor_of(source), tensor_of(call.node)
+    if not call.propagation.has(source):
+        return None
+    if before is None or after is None or (before.dtype, before.device) != (after.dtype, after.device):
+        return Refusal(reasons.COMPUTED_BETWEEN, "converts what is written to another dtype")
+    sizes, own = call.sizes.of(before), call.sizes.of(after)
+    alike = len(sizes) == len(own) and all(map(same, sizes, own))
+    return call.propagation.maps[source] if alike else Refusal(reasons.PIECES_REPEATED, f"{list(sizes)} to {list(own)}")
+
+
+def _picked(call: _Call) -> Result:
+    """Picking rows by number: of fewer rows, by constants, it is how torch undoes the padding of uneven shards.
+
+    What is picked by a followed tensor's numbers is another one's.
+    """
+    if not call.propagation.has(call.first):
+        return None
     before, after = tensor_of(call.first), call.shape()
     ratio = None if before is None or after is None else _ratio(product(after), product(call.sizes.of(before)))
     if ratio is None or ratio == 1:
@@ -646,9 +671,10 @@ RULES: dict[View, Callable[[_Call], Result]] = {
     View.STACK: _cat,
     View.CAST: _cast,
     View.BITCAST: _bitcast,
-    View.PICK: _index,
+    View.PICK: _picked,
     View.PAD: _padded,
     View.WRITE: _written,
+    View.OVERWRITE: _overwritten,
     View.REORDER: _refuse(reasons.PIECES_REORDERED),
     View.REPEAT: _refuse(reasons.PIECES_REPEATED),
     View.OPAQUE: _refuse(reasons.VIEW_NOT_UNDERSTOOD),

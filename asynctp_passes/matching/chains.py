@@ -18,6 +18,7 @@ from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement, ScatterPlacement, arranged
 from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.cut_rows import Cut
+from asynctp_passes.matching.padding import Padding
 from asynctp_passes.reasons import RESULT_DROPPED, Refusal
 
 __all__ = [
@@ -317,7 +318,7 @@ class GatherChain(_Chain):
         nodes = (self.collective.node, *(matmul.node for matmul in self.matmuls), *whole, *self.inputs)
         beside = [self.scale_placement, None if self.passenger is None else self.passenger.placement]
         ways = [self.placement.shard, *(one.shard for one in beside if one is not None)]
-        found = _placed(self.placement, ways, _known(nodes, sizes))
+        found = [*_placed(self.placement, ways, _known(nodes, sizes)), *(cut.length for cut in self.cuts)]
         return found if self.hoist is None else [*found, *self.hoist.sizes_written(sizes)]
 
     @property
@@ -372,6 +373,8 @@ class ScatterChain(_Chain):
     their results. `crossing` has how many times each of these counts in the sum, which goes to the factors of the
     terms. What the sum adds besides, `added_after`, is added to the fused op's result. `early` has the sums over a
     dimension of what a member reduces, where that is what is summed with the others.
+
+    With a `padding`, `way` and `placement` are those of the padded product.
     """
 
     collective: Collective
@@ -386,6 +389,7 @@ class ScatterChain(_Chain):
     after: tuple[fx.Node, ...] = ()
     added_after: tuple[Term, ...] = ()
     crossing: tuple[tuple[fx.Node, float], ...] = ()
+    padding: Padding | None = None
 
     @property
     def sent(self) -> Rearrangement:
@@ -438,6 +442,8 @@ class ScatterChain(_Chain):
         others = [*self.made_anew, *(one.node for one in self.joined), *(one.total for one in early)]
         nodes = (self.collective.node, *(matmul.node for matmul in self.matmuls), *others, *self.inputs)
         known = [*_known(nodes, sizes), *((one.outer, one.count, one.inner) for one in early)]
+        if self.padding is not None:
+            known += [self.padding.before, self.padding.after, (self.padding.more,)]
         if self.placement is not None:
             return _placed(self.placement, [self.placement.out], known)
         rows = None if self.sent.is_reshape else self.sent.of_rows(known[1][-1])

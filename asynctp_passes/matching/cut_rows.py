@@ -3,7 +3,7 @@
     shard → all_gather → wait → view* → slice → {copy, reshape}* → matmul
 
 Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same ones are
-cut off its result. There are fewer of them than ranks, and than rows that stay.
+cut off its result. There are fewer of them than ranks; where sizes are numbers, than rows that stay, too.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.sizes import Size, Sizes, product, same
+from asynctp_passes.ir.sizes import Size, Sizes, product, rounded_up, same
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.propagation import Propagation
 
@@ -32,7 +31,7 @@ class Cut:
 
     whole: fx.Node
     dim: int
-    length: int
+    length: Size
     steps: tuple[fx.Node, ...]
     rows: IndexMap
 
@@ -42,43 +41,43 @@ class Cut:
         return self.steps[-1]
 
 
-def unpads(node: fx.Node, ranks: int) -> bool:
+def unpads(node: fx.Node, ranks: int, sizes: Sizes) -> bool:
     """True for picking as many rows as there were before they were padded to a multiple of the ranks."""
     picks = traits_of(node).view in (View.SLICE, View.NARROW, View.PICK)
     before, after = tensor_of(node.args[0]) if picks else None, tensor_of(node)
     if before is None or after is None or before.dim() != after.dim():
         return False
-    pairs = zip(before.shape, after.shape, strict=True)
-    known = [(whole, kept) for whole, kept in pairs if isinstance(whole, int) and isinstance(kept, int)]
-    return any(kept < whole == -(-kept // ranks) * ranks for whole, kept in known)
+    pairs = zip(sizes.of(before), sizes.of(after), strict=True)
+    return any(not same(kept, whole) and same(rounded_up(kept, ranks), whole) for whole, kept in pairs)
 
 
 def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cut]:
     """Views of a followed tensor without the last indices of one of its dimensions."""
     for whole, view in propagation.maps.items():
         for user in whole.users:
-            value = tensor_of(whole) if unpads(user, ranks) else None
-            axis = None if value is None else _cut_dimension(user, whole, value)
+            value = tensor_of(whole) if unpads(user, ranks, sizes) else None
+            axis = None if value is None else _cut_dimension(user, whole, sizes)
             if value is None or axis is None:
                 continue
             *lines, width = sizes.of(value)
             rows = view.reshape((product(lines), width))
             if isinstance(rows, IndexMap):
-                cut = Cut(whole, axis, value_of(user).shape[axis], (user,), rows)
+                cut = Cut(whole, axis, sizes.of(value_of(user))[axis], (user,), rows)
                 yield from _views(cut, width, sizes)
 
 
-def _cut_dimension(node: fx.Node, whole: fx.Node, value: torch.Tensor) -> int | None:
+def _cut_dimension(node: fx.Node, whole: fx.Node, sizes: Sizes) -> int | None:
     """The dimension that a slice cuts: it keeps the first indices, half of them or more. None for the last one."""
     if traits_of(node).view not in (View.SLICE, View.NARROW) or node.args[0] is not whole:
         return None
     values = arguments(node)
     if values["start"] not in (0, None) or values.get("step", 1) != 1:
         return None
-    axis: int = values["dim"] % value.dim()
-    kept, size = value_of(node).shape[axis], value.shape[axis]
-    known = isinstance(kept, int) and isinstance(size, int)
-    return axis if known and axis < value.dim() - 1 and 2 * kept >= size else None
+    before, after = sizes.of(value_of(whole)), sizes.of(value_of(node))
+    axis: int = values["dim"] % len(before)
+    kept, size = after[axis], before[axis]
+    few = isinstance(kept, int) and isinstance(size, int) and 2 * kept < size
+    return axis if axis < len(before) - 1 and not few else None
 
 
 def _views(cut: Cut, width: Size, sizes: Sizes) -> Iterator[Cut]:

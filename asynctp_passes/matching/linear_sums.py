@@ -218,11 +218,11 @@ def _joined(
 ) -> ScatterChain | None:
     """The one chain of all members, in place of the last that is a chain, whose products come first.
 
-    None where products are not alike, go to the collectives in different ways, cannot be added to what else is reduced,
-    or cannot take the factors of their sums.
+    None where products are not alike, are padded, go to the collectives in different ways, cannot be added to what else
+    is reduced, or cannot take the factors of their sums.
     """
     known = [chains[member.node] for member, _ in members if member.node in chains]
-    if not known:
+    if not known or any(chain.padding for chain in known):
         return None
     *others, last = known
     for other in others:

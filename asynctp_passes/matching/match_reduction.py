@@ -1,7 +1,8 @@
 """Match a reduction: prove that it reduces a sum of matmuls, arranged by rank, or say why not. Pure.
 
 scatter   {mm, addmm, _scaled_mm (× scales)}+ → view* → (add → view*)* → {reduce_scatter, all_reduce} → wait
-          where products of 16 bits may be converted to float32 on the way, and other tensors may be added
+          where products of 16 bits may be converted to float32 on the way, and other tensors may be added; and rows of
+          zeros may be put behind the sum, to be reduce-scattered (`padding`)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, prop
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate, ScatterChain, Term
 from asynctp_passes.matching.match_context import MatchContext, in_blocks
+from asynctp_passes.matching.padding import Padding, find_padding
 from asynctp_passes.ops.checks import WIDENED
 from asynctp_passes.reasons import Refusal
 
@@ -33,11 +35,14 @@ __all__ = ["match_reduction"]
 
 def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
     """A reduce-scatter or an all-reduce: a sum of matmuls, or why it is not seen as one."""
-    region, leaves = _region(context, scatter.source)
+    padding = find_padding(context, scatter.source) if scatter.kind == "reduce_scatter" else None
+    region, leaves = _region(context, scatter.source if padding is None else padding.source)
     products = context.sorted(leaf for leaf in leaves if context.product(leaf) is not None)
     way = _way_up(context, scatter, leaves)
     chain = (
-        _scatter_chain(context, scatter, region, products) if products else _near_scatter(context, scatter, leaves, way)
+        _scatter_chain(context, scatter, region, products, padding)
+        if products
+        else _near_scatter(context, scatter, _looked_up(region) or leaves, way)
     )
     if isinstance(chain, Refusal):
         trimmed = chain.reason is reasons.PIECES_MISSING
@@ -55,9 +60,16 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
 
 
 def _scatter_chain(
-    context: MatchContext, scatter: Collective, region: set[fx.Node], products: Sequence[fx.Node]
+    context: MatchContext,
+    scatter: Collective,
+    region: set[fx.Node],
+    products: Sequence[fx.Node],
+    padding: Padding | None,
 ) -> ScatterChain | Refusal:
-    """Prove that the collective's input is a sum of matmuls, arranged by rank (or in any way, to be all-reduced)."""
+    """Prove that the collective's input is a sum of matmuls, arranged by rank (or in any way, to be all-reduced).
+
+    Or that what is padded to become its input is such a sum, in the products' own order.
+    """
     matmuls = _read_terms(context, products)
     if isinstance(matmuls, Refusal):
         return matmuls
@@ -74,27 +86,42 @@ def _scatter_chain(
     now = context.segments[scatter.node]  # a copy of a product that was changed since then is a term like any other
     sources = [one.node for one in matmuls if one in alike or context.segments[one.node] == now]
     propagation = propagate(nodes, sources_of(sources, context.sizes), context.sizes, sums=True)
-    whole = propagation.maps.get(scatter.source)
+    end = scatter.source if padding is None else padding.source
+    whole = propagation.maps.get(end)
     if whole is None:
         return _first_refusal(propagation, nodes, scatter)
     sum_dtype = dtype_of(scatter.input)
     if sum_dtype != out.dtype and not (sum_dtype == torch.float32 and out.dtype in WIDENED):
         return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {sum_dtype}")
+    if padding is not None:
+        if whole != IndexMap.identity(padding.before) or not same(padding.before[-1], columns):
+            return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{padding.nodes[0].name} pads a rearranged product")
+        if any(one.scaled is not None and one.scaled.of_a.rows > 1 for one in alike):
+            return Refusal(reasons.SCALES_BLOCKWISE, f"{padding.nodes[0].name} pads what has scales of 128 rows")
+        if (biased := next((one for one in alike if one.bias is not None), None)) is not None:
+            return Refusal(reasons.UNEVEN_SHARDS, f"{biased.node.name} would add its bias to the padding, too")
+        whole, rows = padding.way, padding.rows
     placement = _placement(context, scatter, whole, rows, columns)
     if isinstance(placement, Refusal):
         return placement
-    terms = propagation.terms[scatter.source]
+    if padding is not None and not (placement and padding.is_in_blocks(placement, scatter.group_size)):
+        return Refusal(reasons.UNEVEN_SHARDS, f"{padding.nodes[0].name} pads another dimension than ranks divide")
+    terms = propagation.terms[end]
     summed = tuple(replace(matmul, factor=terms.counts[matmul.node]) for matmul in alike)
     own = {matmul.node for matmul in alike}
     inside = {
         node for node in nodes if node in propagation.terms and not own.isdisjoint(propagation.terms[node].counts)
     }
+    inside.update(() if padding is None else padding.nodes)
     elsewhere = _outside_users(scatter, inside, alike)
     if elsewhere is not None:
         return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
     added = tuple(Term(node, terms.counts[node]) for node in context.sorted(terms.counts.keys() - own))
     converted = sum_dtype if sum_dtype != out.dtype else None
-    return ScatterChain(scatter, summed, whole, placement, context.sorted(inside - own), converted, added, terms.factor)
+    chain = ScatterChain(
+        scatter, summed, whole, placement, context.sorted(inside - own), converted, added, terms.factor
+    )
+    return replace(chain, padding=padding)
 
 
 def _region(context: MatchContext, end: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -107,6 +134,7 @@ def _region(context: MatchContext, end: fx.Node) -> tuple[set[fx.Node], set[fx.N
         if node in region or node in leaves:
             continue
         sources = [source for source in node.all_input_nodes if _holds_tensors(source)]
+        sources = sources[:1] if traits_of(node).view is View.PICK else sources
         follows = is_view(node) or is_sum(node)
         if follows and sources and context.product(node) is None:
             region.add(node)
@@ -221,6 +249,11 @@ def _padding(matmuls: Iterable[fx.Node]) -> str | None:
     """The padding of an operand of these matmuls, if one is padded."""
     operands = (source for matmul in matmuls for source in matmul.all_input_nodes)
     return next((node.name for node in operands if traits_of(node).view is View.PAD), None)
+
+
+def _looked_up(region: Iterable[fx.Node]) -> set[fx.Node]:
+    """The ops that pick rows of a tensor, as of a table of embeddings: where that comes from makes no difference."""
+    return {node for node in region if traits_of(node).view is View.PICK}
 
 
 def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Node], way: Sequence[fx.Node]) -> Refusal:

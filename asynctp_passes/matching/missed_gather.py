@@ -20,15 +20,16 @@ from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.crossings import multiplied_by
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import is_size, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import first_tensor, is_size, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Sizes, product, same
 from asynctp_passes.layout.placement import RankPlacement, locate_ranks
-from asynctp_passes.layout.propagation import Propagation, pads_at_end, views_of
+from asynctp_passes.layout.propagation import Propagation, is_view, pads_at_end, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate
 from asynctp_passes.matching.cut_rows import unpads
 from asynctp_passes.matching.match_context import MatchContext
+from asynctp_passes.matching.parts import parts_of
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
 
@@ -43,11 +44,32 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
         refusal = Refusal(reasons.ALL_TO_ALL, f"{piece.name} is piece {piece.args[1]} of {gather.group_size}")
         return Candidate(gather, None, (refusal,), gather.results)  # what follows has other names on other ranks
     misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
-    misses = [_named(gather, miss) for miss in (*misses, *_near_gather(region, refused))]
+    misses = [_named(gather, miss, region.context.sizes) for miss in (*misses, *_near_gather(region, refused))]
+    if any(miss.refusal.reason is reasons.PIECES_MISSING for miss in misses) and (
+        parts := parts_of(region.context.propagation_of(gather), region.context.sizes)
+    ):
+        misses = [_in_parts(miss, parts) for miss in misses]
     misses.sort(key=_informative)
     nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
+    weights = weights or (_is_given(gather.source) and _computes_with_rows(misses[0].nodes))
     return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, weights=weights)
+
+
+def _computes_with_rows(way: Sequence[fx.Node]) -> bool:
+    """True for a way on which rows are looked up, and something is computed of them before they are multiplied."""
+    looked_up = any(traits_of(node).view is View.PICK for node in way)
+    return looked_up and not all(is_view(node) or is_matmul(node) for node in way)
+
+
+def _is_given(node: fx.Node) -> bool:
+    """True for a view of an input of the graph, in whatever dtype: where rows are picked, a table of embeddings."""
+    while node.op != "placeholder":
+        source = first_tensor(node)
+        if source is None or not is_view(node):
+            return False
+        node = source
+    return True
 
 
 @dataclass(frozen=True)
@@ -58,12 +80,18 @@ class _Miss:
     nodes: tuple[fx.Node, ...] = ()
 
 
-def _named(gather: Collective, miss: _Miss) -> _Miss:
+def _named(gather: Collective, miss: _Miss, sizes: Sizes) -> _Miss:
     """A miss for want of pieces that were only padding is one for uneven shards."""
-    cut = next((node for node in miss.nodes if unpads(node, gather.group_size)), None)
+    cut = next((node for node in miss.nodes if unpads(node, gather.group_size, sizes)), None)
     if cut is None or miss.refusal.reason is not reasons.PIECES_MISSING:
         return miss
     return replace(miss, refusal=Refusal(reasons.UNEVEN_SHARDS, f"{op_name(cut)} {cut.name}: {miss.refusal.facts}"))
+
+
+def _in_parts(miss: _Miss, parts: str) -> _Miss:
+    """A miss for want of rows that others take is one for rows in parts."""
+    missing = miss.refusal.reason is reasons.PIECES_MISSING
+    return replace(miss, refusal=Refusal(reasons.TAKEN_IN_PARTS, parts)) if missing else miss
 
 
 def _informative(miss: _Miss) -> int:
@@ -90,7 +118,7 @@ def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> lis
             continue
         if near_miss.only_scales(context.scalings, node):
             scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
-        elif way := context.ways_down.path(node, source):
+        elif not near_miss.looks_up(node, source) and (way := context.ways_down.path(node, source)):
             refusal = next((refused[step] for step in way if step in refused), propagation.refused.get(node))
             reached.append(_Miss(_on_the_way(way, refusal), (*context.sorted(region.views_to([source])), *way)))
     return reached or scaled[:1] or [_Miss(_goes_elsewhere(context, region.gather, propagation))]

@@ -23,6 +23,7 @@ from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import (
     called_name,
     called_op,
+    first_tensor,
     is_pointwise,
     is_size,
     name_of,
@@ -32,6 +33,7 @@ from asynctp_passes.ir.nodes import (
     tensor_of,
     traits_of,
 )
+from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.order import opaque_ops, surely_starts
 from asynctp_passes.ir.registry import can_promise, promise_of, schema_name
 from asynctp_passes.ir.sizes import identical
@@ -46,6 +48,7 @@ __all__ = [
     "is_registered_rowwise",
     "is_vector",
     "known_rowwise",
+    "looks_up",
     "names",
     "only_scales",
     "quantizes",
@@ -69,6 +72,11 @@ def transparent(node: fx.Node) -> bool:
     """
     named = bool(_rowwise_words(node)) and not _acts_as_collective(node)
     return is_view(node) or is_pointwise(node) or reduces(node) or named
+
+
+def looks_up(node: fx.Node, numbers: fx.Node) -> bool:
+    """True for an op that picks rows of another tensor by these numbers."""
+    return traits_of(node).view is View.PICK and first_tensor(node) is not numbers
 
 
 def users_next_to(node: fx.Node) -> Iterable[fx.Node]:

@@ -13,7 +13,8 @@ from asynctp_passes import compat, ops, reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import describe, mutates, tensor_of, value_of
+from asynctp_passes.ir.nodes import describe, mutates, tensor_of, traits_of, value_of
+from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.order import communications, is_opaque
 from asynctp_passes.ir.records import Answers
 from asynctp_passes.ir.scales import scales_mismatch
@@ -246,6 +247,9 @@ def _evidence(candidate: Candidate, key: str) -> str:
         return f"{group}: a vector"
     products = [node.name for node in candidate.nodes if is_matmul(node)]
     if candidate.collective.kind == "all_gather":
+        picked = next((node.name for node in candidate.nodes if traits_of(node).view is View.PICK), None)
+        if picked is not None:
+            return f"{group}: {picked} picks rows of an input of the graph"
         return f"{group}: the right operand of {products[-1]}"
     return f"{group}: by strides, the left operand of {', '.join(products)} is transposed, and no matmul follows"
 

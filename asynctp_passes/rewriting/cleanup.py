@@ -9,7 +9,7 @@ from torch import fx
 
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.collectives import waits_for_several
-from asynctp_passes.ir.nodes import has_side_effect, is_size, op_name
+from asynctp_passes.ir.nodes import has_side_effect, is_known_collective, is_size, op_name, traits_of
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view
 from asynctp_passes.matching.chains import Chain
@@ -52,9 +52,16 @@ def replaced_nodes(chain: Chain) -> set[fx.Node]:
     nodes.update(node for one in (chain.hoist.cross_rank if chain.hoist else ()) for node in one.nodes)
     for collective in chain.collectives:
         nodes.update(collective.nodes, () if collective.call is None else collective.call.users)
+    beside = (source for node in chain.views for source in node.all_input_nodes if source not in chain.views)
+    nodes |= reachable(beside, where=_is_of_numbers)
     inside = [node for matmul in chain.matmuls for node in matmul.epilogue]
     nodes |= {node for step in inside for node in step.all_input_nodes if op_name(node) and not node.all_input_nodes}
     return nodes | {user for node in nodes for user in node.users if is_size(user)}
+
+
+def _is_of_numbers(node: fx.Node) -> bool:
+    """True for a tensor that is made of a number, as the zeros that rows are written into are, and for a view."""
+    return traits_of(node).constant is not None or (is_view(node) and not is_known_collective(node))
 
 
 def erase_unused(graph: fx.Graph, candidates: set[fx.Node], shared: Iterable[fx.Node] = ()) -> None:

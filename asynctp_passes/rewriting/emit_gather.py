@@ -190,7 +190,7 @@ def _rows_of(build: Builder, chain: GatherChain, operand: fx.Node, whole: fx.Nod
     if cut is None:
         return whole
     whole = build.reshape(whole, (*build.shape(cut.whole)[:-1], build.shape(whole)[-1]))
-    return build.contiguous(build.call(_aten.slice.Tensor, whole, cut.dim, 0, cut.length))
+    return build.contiguous(build.call(_aten.slice.Tensor, whole, cut.dim, 0, build.size(cut.length)))
 
 
 def _rows_in_place(build: Builder, chain: GatherChain, whole: fx.Node, *, back: bool = False) -> fx.Node:

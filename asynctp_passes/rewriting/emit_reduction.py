@@ -2,6 +2,7 @@
 
 mm+ → view* → add* → reduce_scatter → wait    becomes   a+, b+ → view? → matmul_reduce_scatter → view?
 (mm, x)+ → view* → add* → reduce_scatter …    becomes   a+, b+, x+ → view? → add* → matmul_reduce_scatter …
+mm+ → view* → add* → pad → reduce_scatter …   becomes   a+ → pad, b+ → matmul_reduce_scatter → where → view?
 mm+ → view* → add* → all_reduce → wait        becomes   a+, b+ → matmul_all_reduce → view*
 """
 
@@ -18,10 +19,11 @@ from asynctp_passes.ir.sizes import Size, product, same, same_strides
 from asynctp_passes.layout.placement import ScatterPlacement
 from asynctp_passes.layout.propagation import is_sum
 from asynctp_passes.matching.chains import ScatterChain, Term
+from asynctp_passes.ops import rows as _rows  # noqa: F401  (it registers torch.ops.asynctp_local)
 from asynctp_passes.rewriting.builder import Builder
 from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
 from asynctp_passes.rewriting.emit_alone import options_of
-from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale
+from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale, shape_of_scales
 
 __all__ = ["emit_reduction"]
 
@@ -38,14 +40,43 @@ def emit_reduction(build: Builder, chain: ScatterChain) -> fx.Node:
 def _emit_scatter(build: Builder, chain: ScatterChain, place: ScatterPlacement) -> fx.Node:
     scatter = chain.collective
     if chain.sent.is_reshape:
-        a_parts = [_product_rows(build, chain, place, build.now(matmul.a)) for matmul in chain.matmuls]
+        a_parts = [
+            _product_rows(build, chain, place, _padded(build, chain, build.now(matmul.a))) for matmul in chain.matmuls
+        ]
     else:
         a_parts = [_rows_as_sent(build, chain, build.now(matmul.a)) for matmul in chain.matmuls]
     scatter_dim = value_of(a_parts[0]).dim() - (1 if place.axis == "columns" else 2)
     op = _call_reduction(build, chain, a_parts, (scatter_dim,), (scatter.group_size,))
-    out = build.reshape(build.contiguous(op), build.shape(scatter.node))
+    out = build.reshape(_zeros_behind(build, chain, build.contiguous(op)), build.shape(scatter.node))
     _give_result(build, chain, out)
     return op
+
+
+def _padded(build: Builder, chain: ScatterChain, rows: fx.Node, width: Size | None = None) -> fx.Node:
+    """Rows of a product, or of what belongs to them, padded as the product is: by zeros.
+
+    Elements of 8 bits are padded as bytes: torch pads no fp8. `width` is that of a row, if not the last dimension.
+    """
+    padding, dtype = chain.padding, value_of(rows).dtype
+    if padding is None:
+        return rows
+    width, behind = build.shape(rows)[-1] if width is None else width, len(padding.before) - 1 - padding.dim
+    rows = build.reshape(rows, (*padding.before[:-1], width))
+    rows = build.bitcast(rows, torch.uint8) if dtype.itemsize == 1 else rows
+    rows = build.call(_aten.constant_pad_nd.default, rows, [*[0, 0] * behind, 0, build.size(padding.more)], 0)
+    return build.bitcast(rows, dtype)
+
+
+def _zeros_behind(build: Builder, chain: ScatterChain, op: fx.Node) -> fx.Node:
+    """The fused op's result with zeros for what is NaN in the rows that are padding (`matching.padding`)."""
+    padding, value = chain.padding, value_of(op)
+    if padding is None or not value.dtype.is_floating_point:
+        return op
+    kept = build.size(padding.kept)
+    before = build.call(torch.ops.asynctp_local.rows_before.default, op, kept, chain.collective.group)
+    holds = build.call(_aten.logical_or.default, before, build.call(_aten.eq.Tensor, op, op))
+    zero = build.call(_aten.full.default, [], 0, dtype=value.dtype, device=value.device)
+    return build.call(_aten.where.self, holds, op, zero)
 
 
 def _emit_all_reduce(build: Builder, chain: ScatterChain) -> fx.Node:
@@ -143,6 +174,10 @@ def _rows_as_sent(build: Builder, chain: ScatterChain, node: fx.Node) -> fx.Node
 
 def _left_scale(build: Builder, chain: ScatterChain, scaled: ScaledOptions, a: Sequence[Size]) -> fx.Node:
     """The scales of a left operand of these sizes, in the order of its rows."""
+    own = None if scaled.a_scale is None else product(build.shape(build.now(scaled.a_scale)))
+    if chain.padding is not None and own is not None and not same(own, 1):
+        scale = row_scale(build, scaled, (*chain.padding.before[:-1], a[-1]))
+        return build.reshape(_padded(build, chain, scale), shape_of_scales(a, scaled))
     scale = row_scale(build, scaled, a)
     if chain.sent.is_reshape or same(product(build.shape(scale)), 1):
         return scale
@@ -153,7 +188,7 @@ def _added(build: Builder, chain: ScatterChain, shape: Sequence[Size]) -> fx.Nod
     """The sum of the terms that are no products, in the shape and the dtype of the products' sum; None without any."""
     total: fx.Node | None = None
     for term in chain.added:
-        node = build.reshape(_early(build, term), shape)
+        node = build.reshape(_padded(build, chain, _early(build, term), shape[-1]), shape)
         if chain.sum_dtype not in (None, value_of(node).dtype):
             node = build.call(torch.ops.prims.convert_element_type.default, node, chain.sum_dtype, like=term.node)
         node = _times(build, node, term)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import io
@@ -25,7 +26,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from asynctp_passes.config import Config, ConfigError, can_be_written, required
 from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if required():
         importlib.import_module("asynctp_passes.reporting.picture").waive()
-    options = _parser().parse_args(arguments)
+    options = _options(sys.argv[1:] if arguments is None else list(arguments))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names from files may be no text that can be encoded
             stream.reconfigure(errors="backslashreplace")
@@ -92,22 +93,47 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that names the nearest word to a mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        """Show the usage and the message, and end."""
+        wrong = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)|unrecognized arguments: (\S+)", message)
+        if wrong is not None:
+            choices = re.findall(r"[\w-]+", wrong[2]) if wrong[2] else self._option_string_actions
+            near = difflib.get_close_matches(wrong[1] or wrong[3].partition("=")[0], choices, 1, 0.7)
+            message += f"; did you mean {near[0]}?" if near else ""
+        super().error(message)
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    """The options of a command line. A mistake is said by the command that was meant, and ends the process."""
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    command = getattr(options, "parser", parser)
+    if unknown:
+        named = arguments.index(command.prog.split()[-1]) if command is not parser else len(arguments)
+        meant = parser if arguments.index(unknown[0]) < named else command
+        meant.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if command is parser:
+        parser.error("the following arguments are required: COMMAND")
+    return options
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="asynctp", description="Asynchronous tensor parallelism for torch.compile.", epilog=_EPILOG
-    )
+    parser = _Parser(prog="asynctp", description="Asynchronous tensor parallelism for torch.compile.", epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"asynctp-passes {_version()}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train a small model with and without asynctp on this machine")
     demo.add_argument("--steps", type=int, default=60, help="training steps of each run (default: %(default)s)")
     demo.add_argument("--ranks", type=int, help="processes: 2, 4 or 8 (default: one a GPU, 2 without GPUs)")
     demo.add_argument("--out", type=Path, default=Path("asynctp-out"), help="folder to write to (default: %(default)s)")
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=_demo, parser=demo)
 
     doctor = commands.add_parser("doctor", help="say what will work on this machine, and what to do about the rest")
     doctor.add_argument("--json", action="store_true", help="print one JSON array instead")
-    doctor.set_defaults(run=_doctor)
+    doctor.set_defaults(run=_doctor, parser=doctor)
 
     bench = commands.add_parser(
         "bench", help="time the fused ops against cuBLAS + NCCL and PyTorch's in-tree ops on this machine's GPUs"
@@ -118,12 +144,14 @@ def _parser() -> argparse.ArgumentParser:
     add_bench_options(bench)
     add_table_options(bench)
     add_end_to_end_options(bench)
-    bench.set_defaults(run=_bench, command="bench")
+    bench.set_defaults(run=_bench, parser=bench, command="bench")
 
     tune = commands.add_parser("tune", help="measure what is fastest here, for programs to choose by: bench --tune")
     _add_ranks(tune)
     add_bench_options(tune, end_to_end=False)
-    tune.set_defaults(run=_bench, command="tune", all=False, tune=True, e2e=False, **dict.fromkeys(_END_TO_END))
+    tune.set_defaults(
+        run=_bench, parser=tune, command="tune", all=False, tune=True, e2e=False, **dict.fromkeys(_END_TO_END)
+    )
 
     profiled = commands.add_parser(
         "profile", help="say how much communication a torch.profiler trace shows exposed, and draw it"
@@ -139,19 +167,19 @@ def _parser() -> argparse.ArgumentParser:
         "--rule", action="append", default=[], metavar="KIND=REGEX",
         help="count events of such names as communication, compute or other, before the built-in rules; repeatable",
     )  # fmt: skip
-    profiled.set_defaults(run=_profile)
+    profiled.set_defaults(run=_profile, parser=profiled)
 
     reasons = commands.add_parser(
         "reasons", help="explain why a chain was not fused; of one CODE, show a program mended"
     )
     reasons.add_argument("code", nargs="?", metavar="CODE", help="a code or a name, as ATP105 or COMPUTED_BETWEEN")
     reasons.add_argument("--markdown", action="store_true", help="print the reference page of all reasons")
-    reasons.set_defaults(run=_reasons)
+    reasons.set_defaults(run=_reasons, parser=reasons)
 
     report = commands.add_parser("report", help="print the reports that Config.report_file collected")
     report.add_argument("file", type=Path, metavar="FILE.jsonl", help="one report a line")
     report.add_argument("--json", action="store_true", help="print one JSON array instead")
-    report.set_defaults(run=_report)
+    report.set_defaults(run=_report, parser=report)
     return parser
 
 
@@ -180,12 +208,23 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     doctor = _load_doctor()
-    findings = doctor.diagnose(doctor.gather_facts(), [doctor.Finding(*bad) for bad in _bad_options()])
+    found = doctor.diagnose(doctor.gather_facts(), [doctor.Finding(*bad) for bad in _bad_options()])
+    findings = [doctor.Finding("asynctp", "ok", _versions(doctor)), *found]
     if options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         print(doctor.render(findings))
     return 0 if doctor.usable(findings) else 1
+
+
+def _versions(doctor: Any) -> str:
+    """The versions of the package that runs, and of what is installed, and where both halves of it are."""
+    import asynctp_passes
+
+    own, installed = asynctp_passes.__version__, _version()
+    found = own if own == installed else f"{own}, where {installed} is installed"
+    places = [Path(str(module.__file__)).parent for module in (asynctp_passes, doctor)]
+    return f"{found}; passes in {places[0]}, kernels in {places[1]}"
 
 
 def _load_doctor() -> Any:
@@ -637,7 +676,7 @@ def _reasons(options: argparse.Namespace) -> int:
     for reason in _selected(options.code):
         print(f"{reason.code} {reason.name} ({reason.outcome})\n    {reason.text}")
         print("".join(f"    {title}: {hint}\n" for title, hint in reason.remedies().items()), end="")
-    if options.code is not None and (source := reason_programs.source_of(reason.code)):
+    if options.code is not None and (source := reason_programs.script_of(reason.code)):
         print(f"\n{source}", end="")
     return 0
 
@@ -648,7 +687,9 @@ def _selected(code: str | None) -> list[Reason]:
         return reasons
     selected = [reason for reason in reasons if code.upper() in (reason.code, reason.name)]
     if not selected:
-        raise UsageError(f"reasons: {code!r} is no code; 'asynctp reasons' lists all of them")
+        near = difflib.get_close_matches(code.upper(), [word for one in reasons for word in (one.code, one.name)], 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"reasons: {code!r} is no code; {hint}'asynctp reasons' lists all of them")
     return selected
 
 

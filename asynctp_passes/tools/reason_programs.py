@@ -7,6 +7,7 @@ compiles both of each: the first gives its code; the second has a fused chain, a
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,46 @@ def source_of(code: str) -> str:
     if code in NO_PROGRAM:
         return f"# No program gives it on a CPU: {NO_PROGRAM[code]}.\n"
     return "\n\n".join(inspect.getsource(program.call) for program in PROGRAMS.get(code, ()))
+
+
+def script_of(code: str) -> str:
+    """Both programs of a code as a script that runs on ranks, and prints what becomes of each; else as `source_of`."""
+    if code not in PROGRAMS:
+        return source_of(code)
+    functions = "\n\n".join(re.sub(r"^@takes.*\n", "", source) for source in map(_source, PROGRAMS[code]))
+    runs = "\n".join(map(_run, PROGRAMS[code]))
+    return f"{_HEAD}\n\n\n{functions}\n\n{_SETUP}\n{runs}\nif dist.get_rank() == 0:\n    {_SHOW}\n"
+
+
+def _source(program: Program) -> str:
+    return inspect.getsource(program.call)
+
+
+_HEAD = f"""\
+# torchrun --nproc-per-node {RANKS} FILE.py
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
+
+import asynctp_passes"""
+_SETUP = 'dist.init_process_group("gloo")\ntorch.set_grad_enabled(False)'
+_SHOW = 'print(*asynctp_passes.reports(), sep="\\n")'
+
+
+def _run(program: Program) -> str:
+    """The statement that runs a program. A dynamic dimension has 12 elements."""
+    tensors = []
+    for sizes in program.tensors:
+        *rest, dtype = sizes if sizes and isinstance(sizes[-1], torch.dtype) else (*sizes, None)
+        numbers = [12 if isinstance(size, str) else size for size in rest]
+        tensors.append(f"torch.ones({numbers})" + (f".to({dtype})" if dtype else ""))
+    dynamic = ", dynamic=True" if any(isinstance(size, str) for sizes in program.tensors for size in sizes) else ""
+    options = {"strict": "off", **program.options}
+    call = f'torch.compile({program.call.__name__}, backend="asynctp", options={options}{dynamic})'
+    return f"{call}(\n    {', '.join(tensors)}, dist.group.WORLD\n)"
 
 
 def markdown() -> dict[str, str]:
@@ -237,14 +278,16 @@ def atp113_mended(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
     return all_gather_tensor(x, 0, group) @ w
 
 
-@takes(x=[15, 8], w=[8, 12])
-def atp114_missed(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
-    return reduce_scatter_tensor(F.pad(x @ w, (0, 0, 0, 1)), "sum", 0, group)  # 15 tokens
+@takes(x=[15, 8], w=[8, 12], residual=[16, 12])
+def atp114_missed(x: Tensor, w: Tensor, residual: Tensor, group: ProcessGroup) -> Tensor:
+    padded = F.pad(x @ w, (0, 0, 0, 1))  # 15 tokens
+    return reduce_scatter_tensor(padded + residual, "sum", 0, group)
 
 
-@takes(x=[16, 8], w=[8, 12])
-def atp114_mended(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
-    return reduce_scatter_tensor(x @ w, "sum", 0, group)  # padded to 16 tokens
+@takes(x=[15, 8], w=[8, 12], residual=[15, 12])
+def atp114_mended(x: Tensor, w: Tensor, residual: Tensor, group: ProcessGroup) -> Tensor:
+    padded = F.pad(x @ w + residual, (0, 0, 0, 1))
+    return reduce_scatter_tensor(padded, "sum", 0, group)
 
 
 @takes(x=[1, 4, 8], w=[4, 8, 12])

@@ -17,7 +17,7 @@ from torch import Tensor
 import asynctp_passes
 from asynctp_passes import Remark
 from asynctp_passes.reasons import CATALOGUE
-from asynctp_passes.tools.reason_programs import NO_PROGRAM, PROGRAMS, RANKS, Program, source_of
+from asynctp_passes.tools.reason_programs import NO_PROGRAM, PROGRAMS, RANKS, Program, script_of, source_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,6 +55,24 @@ def test_the_first_program_is_missed_and_the_second_is_fused(code: str) -> None:
     outcomes = {remark.outcome for remark in remarks_of(mended)}
     assert "FUSED" in outcomes
     assert "MISSED" not in outcomes
+
+
+@pytest.mark.parametrize("code", ["ATP105", "ATP106", "ATP108", "ATP114"])
+def test_printed_programs_run(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    start()
+    with mock.patch.object(dist, "init_process_group"), torch.no_grad():
+        exec(compile(script_of(code), f"{code}.py", "exec"), {})
+    missed, mended = asynctp_passes.reports()
+    assert [remark.code for remark in missed.missed] == [code]
+    assert mended.fused
+    assert not mended.missed
+    assert str(mended) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", PROGRAMS)
+def test_every_printed_program_is_a_script(code: str) -> None:
+    compile(script_of(code), f"{code}.py", "exec")
+    assert "@takes" not in script_of(code)
 
 
 def test_every_missed_code_has_programs_or_a_reason_why_not() -> None:

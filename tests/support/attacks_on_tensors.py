@@ -564,13 +564,13 @@ ALL_TO_ALLS: dict[str, tuple[Attack, list[str]]] = {
     "own shard": (piece(0, 4, 0), ["ATP103"]),
     "one of three pieces": (piece(0, 2), ["ATP103"]),
     "one of two unequal pieces": (piece(0, 4), ["ATP103"]),
-    "own piece and another": (own_piece_and_another, ["ATP103"]),
+    "own piece and another": (own_piece_and_another, ["ATP406"]),
     "own piece and all": (own_piece_and_all, ["ATP103"]),
     "own piece that is not copied": (own_piece_that_is_not_copied, ["ATP103"]),
     "half of the columns": (half_of_the_columns, ["ATP103"]),
     "own piece of a part": (own_piece_of_a_part, ["ATP103"]),
 }
-"""What becomes of each on rank 0 of two, on CPU. Where the rank is not known, or on GPUs, all are ATP103."""
+"""What becomes of each on rank 0 of two, on CPU. Where the rank is not known, or on GPUs, ATP103 stands for ATP015."""
 
 
 # --- all-reduces ------------------------------------------------------------------------------------------------

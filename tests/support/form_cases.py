@@ -431,7 +431,40 @@ def summed_experts(x: Tensor, w: Tensor, experts: Tensor) -> Tensor:
     return shared + routed.view(experts.shape[0], *shared.shape).sum(0)
 
 
+def padded_product(x: Tensor, w: Tensor) -> Tensor:
+    """Seven tokens for two ranks, and a weight that has an infinity: the padding is zeros all the same."""
+    w = w.clone()
+    w[0, 0] = torch.inf
+    return scattered(torch.nn.functional.pad(x @ w, (0, 0, 0, -x.shape[0] % RANKS)))
+
+
+def product_joined_with_zeros(x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+    product = x @ w + other
+    return scattered(torch.cat([product, product.new_zeros(-x.shape[0] % RANKS, w.shape[1])]))
+
+
+def product_copied_into_zeros(x: Tensor, w: Tensor) -> Tensor:
+    """A batch of sequences of seven tokens."""
+    product = x @ w
+    padded = product.new_zeros(x.shape[0], x.shape[1] + -x.shape[1] % RANKS, w.shape[1])
+    padded[:, : x.shape[1]] = product
+    return scattered(padded, 1)
+
+
+def tokens_padded_and_cut(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """A layer of sequence parallelism, of any number of tokens: each rank has its part, and the last one less."""
+    tokens, more = x.shape[0], -x.shape[0] % RANKS
+    parts = torch.nn.functional.pad(x, (0, 0, 0, more)).chunk(RANKS)
+    hidden = torch.relu(gathered(parts[dist.get_rank()].clone())[:tokens] @ up)
+    return scattered(torch.nn.functional.pad(hidden @ down, (0, 0, 0, more)))
+
+
 CASES = {
+    "padded product": Case(padded_product, ((7, 6), (6, 8))),
+    "padded product, compiled": Case(padded_product, ((7, 6), (6, 8)), options=QUICK),
+    "product joined with zeros": Case(product_joined_with_zeros, ((7, 6), (6, 8), (7, 8)), options=QUICK),
+    "product copied into zeros": Case(product_copied_into_zeros, ((3, 7, 6), (6, 8)), options=QUICK),
+    "tokens padded and cut": Case(tokens_padded_and_cut, ((7, 6), (6, 8), (8, 6)), ("F", "F"), options=QUICK),
     "int8 weights": Case(int8_weights, ((4, 64), (32, 64), (32,)), ("F", "F")),
     "int8 activations": Case(int8_activations, ((4, 64), (32, 64), (32,)), ("F", "F")),
     "gated beside routed": Case(gated_beside_routed, ((4, 6), (6, 8), (4, 1))),

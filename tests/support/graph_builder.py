@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from lockstep import op_name
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -73,7 +74,7 @@ class GraphBuilder:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call, evaluated on fake tensors."""
         fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-        with self.mode:
+        with self.mode, enable_python_dispatcher():
             value = target(*fake_args, **fake_kwargs)
         return self.call_like(value, target, *args, **kwargs)
 

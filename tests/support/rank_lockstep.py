@@ -20,7 +20,7 @@ import random
 import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -326,7 +326,13 @@ def run_in_lockstep(
     Raises:
         Unmatched: Calls that meet are unlike, or a rank waits for peers that do not come.
     """
-    running = {rank: _steps(graph, inputs[rank], own_transport) for rank, graph in enumerate(graphs)}
+
+    def place(rank: int, group: str) -> int:
+        return next(ranks.index(rank) for ranks in groups[group] if rank in ranks)
+
+    running = {
+        rank: _steps(graph, inputs[rank], own_transport, partial(place, rank)) for rank, graph in enumerate(graphs)
+    }
     results: dict[int, Any] = {}
     calls: dict[int, Sent] = {}
 
@@ -373,8 +379,8 @@ def _exchanged(ranks: Sequence[int], calls: Sequence[Sent]) -> list[Tensor]:
     return list(total.chunk(len(calls))) if first.kind == "scatter" else [total] * len(calls)
 
 
-def _steps(graph: fx.Graph, inputs: Iterable[Tensor], own_transport: bool) -> Steps:
-    """Run one rank's graph: yields what it sends, and is given what it receives."""
+def _steps(graph: fx.Graph, inputs: Iterable[Tensor], own_transport: bool, place: Callable[[str], int]) -> Steps:
+    """Run one rank's graph: yields what it sends, and is given what it receives. `place` is the rank's in a group."""
     values: dict[fx.Node, Any] = {}
     given = iter([each.clone() for each in inputs])
     for node in graph.nodes:
@@ -389,6 +395,8 @@ def _steps(graph: fx.Graph, inputs: Iterable[Tensor], own_transport: bool) -> St
             arguments = lockstep.bind(node.target, args, kwargs)
             call = _call(node, arguments)
             values[node] = yield from (_by(_transport(node, arguments), call) if own_transport else call)
+        elif (placed := lockstep.PLACED_OPS.get(lockstep.op_name(node.target))) is not None:
+            values[node] = placed(place(args[-1]), *args)
         else:
             values[node] = lockstep.local_op(node.target)(*args, **kwargs)
     raise ValueError("the graph has no output")

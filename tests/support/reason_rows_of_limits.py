@@ -273,6 +273,13 @@ def scatter_of_blocks_of_rows_of_several_ranks(b: GraphBuilder) -> Node:
     return b.scatter(b.scaled_mm(a, w, b.input("a_scale", [2, 4]), b.input("b_scale", [4, 16])))
 
 
+@row("SCALES_BLOCKWISE", "constant_pad_nd pads what has scales of 128 rows")
+def scatter_of_a_padded_product_with_blocks_of_rows(b: GraphBuilder) -> Node:
+    a, w = b.input("a", [256, 512], FP8), b.input("w", [512, 16], FP8, column_major=True)
+    out = b.scaled_mm(a, w, b.input("a_scale", [2, 4]), b.input("b_scale", [4, 16]))
+    return b.scatter(b.call(aten.constant_pad_nd.default, out, [0, 0, 0, 256]))
+
+
 def scaled_v2(b: GraphBuilder, recipes: tuple[list[int], list[int]], swizzle: list[int]) -> Node:
     """`scaled_mm` with the recipes of `torch.nn.functional.ScalingType`, of a gathered operand `[16, 32]`."""
     a, w = gathered(b, 4, 32, dtype=FP8), b.input("w", [32, 16], FP8, column_major=True)

@@ -231,3 +231,61 @@ def scatter_that_pytorch_fused(b: GraphBuilder) -> Node:
 def all_to_all(b: GraphBuilder) -> Node:
     x = b.input("x", [16, 8])
     return b.call_like(x.meta["val"], c10d.all_to_all_single.default, x, [4] * 4, [4] * 4, "tp")
+
+
+# --- lookups ------------------------------------------------------------------------------------------------------
+@row("WEIGHT_GATHER", "embedding picks rows of an input of the graph")
+def embeddings_of_a_gathered_table(b: GraphBuilder) -> Node:
+    """FSDP's; a norm comes before the matmul."""
+    table = b.gather(b.call(torch.ops.prims.convert_element_type.default, b.input("table", [4, 8]), torch.bfloat16))
+    rows = b.call(aten.embedding.default, table, b.input("tokens", [20], torch.int64))
+    return b.mm(b.call(aten.mul.Tensor, rows, rows), b.input("w", [8, 12], torch.bfloat16))
+
+
+@row("NO_MATMUL", "embedding")
+def table_of_embeddings_by_gathered_tokens(b: GraphBuilder) -> Node:
+    """The rows are those of a table on this rank."""
+    tokens = b.gather(b.input("tokens", [4], torch.int64))
+    return b.mm(b.call(aten.embedding.default, b.input("table", [32, 8]), tokens), b.input("w", [8, 12]))
+
+
+@row("NO_MATMUL", "made by aten.embedding.default")
+def all_reduce_of_embeddings(b: GraphBuilder) -> Node:
+    """Of a table whose rows are shared by the ranks."""
+    return b.all_reduce(b.call(aten.embedding.default, b.input("table", [32, 8]), b.input("tokens", [4], torch.int64)))
+
+
+# --- parts -------------------------------------------------------------------------------------------------------
+@row("TAKEN_IN_PARTS", "of wait_tensor: slice_1 [0, 7), slice_2 [7, 16)")
+def rows_of_two_kinds(b: GraphBuilder) -> Node:
+    """Text and image tokens, each with a weight of its own."""
+    whole = gathered(b)
+    text, image = (b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, 7), (7, 2**63 - 1)))
+    return b.cat([times(b, text), b.mm(image, b.input("v", [8, 12]))])
+
+
+@row("TAKEN_IN_PARTS", "of cat: slice_1 [0, 3), slice_2 [3, 8)")
+def steps_of_two_kinds(b: GraphBuilder) -> Node:
+    whole = b.cat(b.chunks(gathered(b, 3, 2, 8)), dim=1)
+    text, image = (b.call(aten.slice.Tensor, whole, 1, *ends) for ends in ((0, 3), (3, 8)))
+    return b.cat([times(b, b.reshape(text, [9, 8])), b.mm(b.reshape(image, [15, 8]), b.input("v", [8, 12]))])
+
+
+@row("TAKEN_IN_PARTS", "of wait_tensor: getitem [0, 2), getitem_1 [2, 4), getitem_2 [4, 6) and 5 more")
+def head_in_chunks(b: GraphBuilder) -> Node:
+    """The largest of each chunk's results is all that is kept."""
+    pieces, w = b.call(aten.split.Tensor, gathered(b), 2, 0), b.input("w", [8, 12])
+    chunks = [b.call(getitem, pieces, index) for index in range(8)]
+    return b.cat([b.call(aten.amax.default, b.mm(chunk, w), [1]) for chunk in chunks])
+
+
+@row("TAKEN_IN_PARTS", "joins pieces of different products: mm, mm_1")
+def two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(b.cat([product(b), product(b, "c")]))
+
+
+@row("TAKEN_IN_PARTS", "joins pieces of different products: mm_1, mm")
+def products_of_two_shapes_joined(b: GraphBuilder) -> Node:
+    """As of experts that have different numbers of tokens."""
+    other = b.mm(b.input("c", [4, 8]), b.input("v", [8, 12]))
+    return b.call(c10d.all_reduce.default, b.cat([product(b), other], dim=0), "sum", "tp")

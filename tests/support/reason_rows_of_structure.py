@@ -10,6 +10,11 @@ from reason_rows import FP8, gathered, product, quantized, row, times
 from torch.fx import Node
 
 
+def of_a_layer(b: GraphBuilder) -> Node:
+    """What is computed on a rank, gathered: no input of the graph."""
+    return b.gather(b.relu(b.input("x", [4, 8])))
+
+
 # --- 1xx structure ---------------------------------------------------------------------------------------------
 @row("PIECES_REORDERED", "cat: pieces start at elements")
 def gathered_pieces_reversed(b: GraphBuilder) -> Node:
@@ -61,12 +66,24 @@ def scattered_rows_trimmed(b: GraphBuilder) -> Node:
 @row("PIECES_MISSING", "picks rows by number")
 def rows_picked_by_an_input(b: GraphBuilder) -> Node:
     """The last token of each sequence, as serving does before the head."""
-    return times(b, b.call(aten.index.Tensor, gathered(b), [b.input("last", [5], torch.int64)]))
+    return times(b, b.call(aten.index.Tensor, of_a_layer(b), [b.input("last", [5], torch.int64)]))
+
+
+@row("PIECES_MISSING", "embedding -> mm; aten.embedding.default embedding: picks rows by number")
+def rows_looked_up_as_embeddings(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.embedding.default, of_a_layer(b), b.input("last", [5], torch.int64)))
+
+
+@row("PIECES_MISSING", "picks rows by number")
+def elements_picked_by_an_input(b: GraphBuilder) -> Node:
+    """What `take_along_dim` is."""
+    last = b.call(aten.expand.default, b.input("last", [5, 1], torch.int64), [5, 8])
+    return times(b, b.call(aten.gather.default, of_a_layer(b), 0, last))
 
 
 @row("PIECES_REPEATED", "picks rows by number")
 def rows_picked_for_several_experts(b: GraphBuilder) -> Node:
-    return times(b, b.call(aten.index.Tensor, gathered(b), [b.input("routes", [32], torch.int64)]))
+    return times(b, b.call(aten.index.Tensor, of_a_layer(b), [b.input("routes", [32], torch.int64)]))
 
 
 @row("VIEW_NOT_UNDERSTOOD", "pads by [0, 0, 1, -1]")
@@ -76,8 +93,23 @@ def rows_shifted_before_the_scatter(b: GraphBuilder) -> Node:
 
 
 @row("VIEW_NOT_UNDERSTOOD", "joins pieces of different products: mm, mm_1")
-def two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
-    return b.scatter(b.cat([product(b), product(b, "c")]))
+def columns_of_two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(b.cat([product(b), product(b, "c")], dim=1))
+
+
+@row("PIECES_MISSING", "covers 64 elements from 0 of 128")
+def rows_of_two_kinds_without_the_last_one(b: GraphBuilder) -> Node:
+    """Two weights for two kinds of tokens, and a row that nothing takes."""
+    whole = gathered(b)
+    text, image = (b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, 8), (8, 15)))
+    return b.cat([times(b, text), b.mm(image, b.input("v", [8, 12]))])
+
+
+@row("PIECES_MISSING", "slice")
+def pieces_joined_and_cut(b: GraphBuilder) -> Node:
+    """All pieces are taken, and then steps are dropped of the sequences that they make."""
+    whole = b.cat(b.chunks(gathered(b, 2, 4, 8)), dim=1)
+    return times(b, b.reshape(b.call(aten.slice.Tensor, whole, 1, 0, 5), [10, 8]))
 
 
 @row("VIEW_NOT_UNDERSTOOD", "written into a part of another")
@@ -298,13 +330,6 @@ def sum_of_a_product_and_a_transpose(b: GraphBuilder) -> Node:
     return b.scatter(b.add(square, b.permute(b.mm(b.input("d", [12, 8]), b.input("u", [8, 12])), [1, 0])))
 
 
-@row("VIEW_NOT_UNDERSTOOD", "joins pieces of different products: mm_1, mm")
-def products_of_two_shapes_joined(b: GraphBuilder) -> Node:
-    """As of experts that have different numbers of tokens."""
-    other = b.mm(b.input("c", [4, 8]), b.input("v", [8, 12]))
-    return b.call(c10d.all_reduce.default, b.cat([product(b), other], dim=0), "sum", "tp")
-
-
 @row("SUM_TERMS_DISAGREE", "added twice")
 def product_added_to_itself(b: GraphBuilder) -> Node:
     out = product(b)
@@ -430,7 +455,7 @@ def gather_by_symmetric_memory(b: GraphBuilder) -> Node:
 @row("UNEVEN_SHARDS", "index_select")
 def padding_removed_after_the_gather(b: GraphBuilder) -> Node:
     kept = b.input("kept", [15], torch.int64)
-    return times(b, b.call(aten.index_select.default, gathered(b), 0, kept))
+    return times(b, b.call(aten.index_select.default, of_a_layer(b), 0, kept))
 
 
 @row("UNEVEN_SHARDS", "slice")
@@ -457,8 +482,21 @@ def padding_of_several_dimensions_sliced_off_after_the_gather(b: GraphBuilder) -
 
 
 @row("UNEVEN_SHARDS", "constant_pad_nd")
-def padding_before_the_scatter(b: GraphBuilder) -> Node:
-    return b.scatter(b.call(aten.constant_pad_nd.default, product(b, rows=15), [0, 0, 0, 1]))
+def padding_before_a_residual_and_the_scatter(b: GraphBuilder) -> Node:
+    padded = b.call(aten.constant_pad_nd.default, product(b, rows=15), [0, 0, 0, 1])
+    return b.scatter(b.add(padded, b.input("residual", [16, 12])))
+
+
+@row("UNEVEN_SHARDS", "constant_pad_nd pads another dimension than ranks divide")
+def padding_of_sequences_that_are_scattered_by_the_batch(b: GraphBuilder) -> Node:
+    padded = b.call(aten.constant_pad_nd.default, b.reshape(product(b, rows=28), [4, 7, 12]), [0, 0, 0, 1])
+    return b.scatter(padded)
+
+
+@row("VIEW_NOT_UNDERSTOOD", "constant_pad_nd pads a rearranged product")
+def padding_of_a_transposed_product(b: GraphBuilder) -> Node:
+    padded = b.call(aten.constant_pad_nd.default, b.permute(product(b, rows=15), [1, 0]), [0, 0, 0, 4])
+    return b.scatter(padded)
 
 
 @row("MATMUL_NOT_UNDERSTOOD", "[4, 4, 8] @ [4, 8, 12]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import asynctp_passes
 from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
 from asynctp_passes.reporting.report import Remark, Report
 from asynctp_passes.tools import cli, reason_programs
@@ -37,6 +39,7 @@ def test_reasons_explains_one(spelling: str, capsys: pytest.CaptureFixture[str])
     assert "remedy for a gather: apply row-wise operations to the shard" in out
     assert "def atp105_missed(" in out
     assert "def atp105_mended(" in out
+    assert "@takes" not in out
 
 
 def test_reasons_explains_one_that_no_program_shows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,6 +89,45 @@ def test_version_and_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as usage:
         main([])
     assert usage.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "usage", "message"),
+    [
+        ("demo --foo", "asynctp demo", "unrecognized arguments: --foo"),
+        ("doctor --jsn", "asynctp doctor", "unrecognized arguments: --jsn; did you mean --json?"),
+        ("tune --round=3 --sizes 8b", "asynctp tune", "unrecognized arguments: --sizes 8b"),
+        ("--versoin", "asynctp", "unrecognized arguments: --versoin; did you mean --version?"),
+        ("--versoin doctor", "asynctp", "unrecognized arguments: --versoin; did you mean --version?"),
+        ("demmo", "asynctp", "did you mean demo?"),
+        ("", "asynctp", "the following arguments are required: COMMAND"),
+    ],
+)
+def test_a_mistake_is_named_by_the_command_that_was_meant(
+    line: str, usage: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: {usage} [-h]")
+    assert message in said
+
+
+def test_a_mistake_in_a_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reasons", "COMPUTED_BEFORE"]) == 2
+    assert "did you mean COMPUTED_BETWEEN?" in capsys.readouterr().err
+
+
+def test_the_doctor_says_which_version_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    version = asynctp_passes.__version__
+    assert re.search(rf"asynctp +{re.escape(version)}", capsys.readouterr().out)
+    main(["doctor", "--json"])
+    first, *_ = json.loads(capsys.readouterr().out)
+    assert (first["name"], first["status"]) == ("asynctp", "ok")
+    assert version in first["text"]
+    assert "kernels in " in first["text"]
 
 
 def test_it_runs_as_a_module() -> None:

@@ -20,6 +20,7 @@ from asynctp_kernels.cuda.legality import WORLD_SIZES
 from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.doctor import Facts, Finding, Gpu, diagnose, render, usable
 
+import asynctp_passes
 from asynctp_passes.config import cpu_implementation
 from asynctp_passes.tools.cli import main
 
@@ -268,7 +269,11 @@ def test_the_page_shows_what_is_printed() -> None:
     facts = replace(GPU, torch="2.11.0+cu130", triton="3.6.0", numpy="2.3.5", table_gpus=None)
     facts = replace(facts, table_path="~/.cache/asynctp/tuning.json", environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     [example] = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert example == render(diagnose(facts)) + "\n"
+    folder = "/opt/venv/asynctp_"
+    own = Finding(
+        "asynctp", "ok", f"{asynctp_passes.__version__}; passes in {folder}passes, kernels in {folder}kernels"
+    )
+    assert example == render([own, *diagnose(facts)]) + "\n"
 
 
 # --- gathering -------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ mlp_sp_dim1_3d_B1__0                      F           F               -
 mlp_sp_dim1_3d_B1__1                      F           F               -
 mlp_sp_dim1_3d_B2__0                      F           F               -
 mlp_sp_dim1_3d_B2__1                      F           F               -
-mlp_sp_uneven_seq__0                      M114        M114            -
+mlp_sp_uneven_seq__0                      M114        F               -
 mlp_sp_uneven_seq__1                      F           -               -
 swiglu_sp_B2__0                           F           F               -
 swiglu_sp_B2__1                           F           F               -

@@ -23,7 +23,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from asynctp_passes.ir.sizes import Sizes, express
+from asynctp_passes.ir.sizes import Sizes, express, quotient, rounded_up
 
 
 @dataclass(frozen=True)
@@ -342,3 +342,25 @@ def test_a_size_that_is_no_node() -> None:
     other = b.reshape(x, [x.meta["val"].shape[0], 2, 4])
     scale = b.reshape(b.input("scale", [1]), [])
     assert outcomes(run_pass(b.returns(b.scaled_mm(b.gather(x), w, scale, b.one()), other))) == ["F"]
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        lambda n: n + -n % 4,
+        lambda n: n + (4 - n % 4) % 4,
+        lambda n: (n + 3) // 4 * 4,
+        lambda n: -(-n // 4) * 4,
+        lambda n: n + 3 - (n + 3) % 4,
+    ],
+)
+def test_a_size_that_is_rounded_up_has_one_form(spelling: Callable[[Any], Any]) -> None:
+    """A multiple of the ranks, whoever wrote it; it is the number that the program's is."""
+    b = GraphBuilder()
+    rows = b.input("x", [15, 8], dynamic=0)
+    (symbol,) = rows.meta["val"].shape[0].node.expr.free_symbols
+    sizes = Sizes(b.graph)
+    found = sizes.read(spelling(rows.meta["val"].shape[0]))
+    assert found == rounded_up(symbol, 4)
+    assert quotient(found, 4) is not None
+    assert all(found.subs(symbol, number) == spelling(number) for number in range(1, 30))  # type: ignore[union-attr]

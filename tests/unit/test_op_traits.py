@@ -128,9 +128,14 @@ def bits_and_back(b: GraphBuilder, x: Node) -> Node:
 def picked(op: Callable[..., object]) -> Sample:
     def sample(b: GraphBuilder, x: Node) -> Node:
         rows = b.call(aten.arange.default, shape(x)[0])
-        return b.call(op, x, [rows]) if op is aten.index.Tensor else b.call(op, x, 0, rows)
+        return b.call(op, x, [rows]) if op in (aten.index.Tensor, aten._unsafe_index.Tensor) else b.call(op, x, 0, rows)
 
     return sample
+
+
+def numbers_of_rows(b: GraphBuilder, x: Node) -> Node:
+    rows, columns = shape(x)
+    return b.call(aten.expand.default, b.reshape(b.call(aten.arange.default, rows), [rows, 1]), [rows, columns])
 
 
 def alias(b: GraphBuilder, x: Node) -> Node:
@@ -191,6 +196,11 @@ SAMPLES: dict[str, Sample] = {
     "aten.index_select.default": picked(aten.index_select.default),
     "aten.index.Tensor": picked(aten.index.Tensor),
     "aten.constant_pad_nd.default": plainly(aten.constant_pad_nd.default, [0, 0]),
+    "aten._unsafe_index.Tensor": picked(aten._unsafe_index.Tensor),
+    "aten.embedding.default": lambda b, x: b.call(aten.embedding.default, x, b.call(aten.arange.default, shape(x)[0])),
+    "aten.gather.default": lambda b, x: b.call(aten.gather.default, x, 0, numbers_of_rows(b, x)),
+    "aten.take_along_dim.default": lambda b, x: b.call(aten.take_along_dim.default, x, numbers_of_rows(b, x), 0),
+    "aten.copy.default": lambda b, x: b.call(aten.copy.default, b.mul(x, x), x),
     "aten.slice_scatter.default": lambda b, x: b.call(aten.slice_scatter.default, x, x, 0, 0, shape(x)[0]),
     "aten.select_scatter.default": lambda b, x: b.call(
         aten.select_scatter.default, x, b.call(aten.select.int, x, 0, 0), 0, 0

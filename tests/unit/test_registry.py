@@ -702,3 +702,33 @@ def test_public_names() -> None:
     registers = ("register_collective", "register_local", "register_matmul", "register_rowwise", "unregister")
     for name in ("CollectiveOp", "MatmulOp", "RegistryError", *registers):
         assert name in asynctp_passes.__all__
+
+
+# --- frozen weights ----------------------------------------------------------------------------------------------
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch is built without MKL")
+def test_a_frozen_linear_is_fused_by_the_weight_that_is_not_packed() -> None:
+    """Inductor calls the op without naming its overload. The packed weight is left without users."""
+    b = GraphBuilder(ranks=2)
+    x, packed, w = b.input("x", [4, 8]), b.input("packed", [1459233, 1]), b.input("w", [12, 8])
+    value = b.call(aten.new_empty.default, x, [8, 12]).meta["val"]
+    graph = b.returns(b.call_like(value, torch.ops.mkl._mkl_linear, b.gather(x), packed, w, None, 8))
+    assert outcomes(run_pass(graph)) == ["F"]
+    assert not packed.users
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+def test_a_packed_weight_is_named() -> None:
+    b = GraphBuilder(ranks=2)
+    x = b.input("x", [4, 8])
+    holder = torch.nn.Module()
+    holder.frozen = torch.ones(12, 8).to_mkldnn()
+    b.graph.owning_module = holder  # type: ignore[assignment]
+    frozen = b.graph.get_attr("frozen")
+    frozen.meta["val"] = b.call(aten.new_empty.default, x, [12, 8]).meta["val"]
+    value = b.call(aten.new_empty.default, x, [8, 12]).meta["val"]
+    op = torch.ops.mkldnn._linear_pointwise.default
+    graph = b.returns(b.call_like(value, op, b.gather(x), frozen, None, "none", [], ""))
+    (remark,) = run_pass(graph).remarks
+    assert remark.code == "ATP115"
+    assert "whose weight frozen is packed: freezing did that" in remark.message
+    assert "weight_prepack" in remark.hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from operator import getitem
 from unittest import mock
@@ -175,6 +176,54 @@ all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases
     return_a_full=False, group_size=4, group_name='tp')  # (f32[16, 16])
 getitem = getitem(all_gather_matmul_default, 0)  # f32[16, 16]
 slice_tensor = slice(getitem, 0, 0, 15)  # f32[15, 16]
+return (slice_tensor)
+""",
+    )
+
+
+def test_gather_whose_padding_is_cut_off_for_any_number_of_rows() -> None:
+    """The tokens are padded to a multiple of the ranks, and a rank has its part of them."""
+    b = GraphBuilder()
+    tokens, w = b.input("tokens", [15, 8], dynamic=0), b.input("w", [8, 16])
+    count = b.call(aten.sym_size.int, tokens, 0)
+    more = b.call(operator.mod, b.call(operator.neg, count), 4)
+    padded = b.call(aten.constant_pad_nd.default, tokens, [0, 0, 0, more])
+    part = b.call(operator.floordiv, b.call(aten.sym_size.int, padded, 0), 4)
+    rows = b.gather(b.call(aten.slice.Tensor, padded, 0, 0, part))
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(b.call(aten.slice.Tensor, rows, 0, 0, count), w))),
+        """\
+tokens: f32[s, 8]
+w: f32[8, 16]
+sym_size = sym_size(tokens, 0)  # s
+neg = neg(sym_size)  # -s
+mod = mod(neg, 4)  # PythonMod(-s, 4)
+constant_pad_nd = constant_pad_nd(tokens, [0, 0, 0, mod])  # f32[s + (PythonMod(-s, 4)), 8]
+sym_size_1 = sym_size(constant_pad_nd, 0)  # s + (PythonMod(-s, 4))
+floordiv = floordiv(sym_size_1, 4)  # ((s + (PythonMod(-s, 4)))//4)
+slice_1 = slice(constant_pad_nd, 0, 0, floordiv)  # f32[((s + (PythonMod(-s, 4)))//4), 8]
+all_gather_into_tensor = all_gather_into_tensor(slice_1, 4, 'tp')  # f32[4*(((s + (PythonMod(-s, 4)))//4)), 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[4*(((s + (PythonMod(-s, 4)))//4)), 8]
+slice_2 = slice(wait_tensor, 0, 0, sym_size)  # f32[s, 8]
+mm = mm(slice_2, w)  # f32[s, 16]
+return (mm)
+
+=== becomes ===
+
+tokens: f32[s, 8]
+w: f32[8, 16]
+sym_size = sym_size(tokens, 0)  # s
+neg = neg(sym_size)  # -s
+mod = mod(neg, 4)  # PythonMod(-s, 4)
+constant_pad_nd = constant_pad_nd(tokens, [0, 0, 0, mod])  # f32[s + (PythonMod(-s, 4)), 8]
+sym_size_1 = sym_size(constant_pad_nd, 0)  # s + (PythonMod(-s, 4))
+floordiv = floordiv(sym_size_1, 4)  # ((s + (PythonMod(-s, 4)))//4)
+slice_1 = slice(constant_pad_nd, 0, 0, floordiv)  # f32[((s + (PythonMod(-s, 4)))//4), 8]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=slice_1, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp')  # (f32[4*(((s + (PythonMod(-s, 4)))//4)), 16])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[4*(((s + (PythonMod(-s, 4)))//4)), 16]
+sym_size_int = sym_size(tokens, 0)  # s
+slice_tensor = slice(getitem, 0, 0, sym_size_int)  # f32[s, 16]
 return (slice_tensor)
 """,
     )

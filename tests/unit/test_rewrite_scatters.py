@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -571,6 +573,255 @@ constant_pad_nd_1 = constant_pad_nd(w, [0, 0, 0, 2])  # f32[8, 12]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd], b_parts=[constant_pad_nd_1],
     biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[4, 12]
 return (matmul_reduce_scatter_default)
+""",
+    )
+
+
+# --- padded products --------------------------------------------------------------------------------------------
+def zeros(b: GraphBuilder, shape: Sequence[Any]) -> Node:
+    return b.call(aten.full.default, list(shape), 0, dtype=torch.float32)
+
+
+def test_scatter_of_a_padded_product() -> None:
+    """15 rows on four ranks: the op multiplies a 16th row, and each rank sets to zero what is padding in its block."""
+    b = GraphBuilder()
+    a, w = b.input("a", [15, 8]), b.input("w", [8, 12])
+    padded = b.call(aten.constant_pad_nd.default, b.mm(a, w), [0, 0, 0, 1])
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(padded))),
+        """\
+a: f32[15, 8]
+w: f32[8, 12]
+mm = mm(a, w)  # f32[15, 12]
+constant_pad_nd = constant_pad_nd(mm, [0, 0, 0, 1])  # f32[16, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(constant_pad_nd, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f32[15, 8]
+w: f32[8, 12]
+constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, 1], 0)  # f32[16, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
+    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[4, 12]
+rows_before_default = rows_before(matmul_reduce_scatter_default, 15, 'tp')  # bool[4, 1]
+eq_tensor = eq(matmul_reduce_scatter_default, matmul_reduce_scatter_default)  # bool[4, 12]
+logical_or_default = logical_or(rows_before_default, eq_tensor)  # bool[4, 12]
+full_default = full([], 0, dtype=f32, device=cpu)  # f32[]
+where_self = where(logical_or_default, matmul_reduce_scatter_default, full_default)  # f32[4, 12]
+return (where_self)
+""",
+    )
+
+
+def test_scatter_of_a_product_joined_with_zeros() -> None:
+    """With a residual, which is padded beside."""
+    b = GraphBuilder()
+    a, w, other = b.input("a", [15, 8]), b.input("w", [8, 12]), b.input("other", [15, 12])
+    product = b.add(b.mm(a, w), other)
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.cat([product, zeros(b, [1, 12])])))),
+        """\
+a: f32[15, 8]
+w: f32[8, 12]
+other: f32[15, 12]
+mm = mm(a, w)  # f32[15, 12]
+add = add(mm, other)  # f32[15, 12]
+full = full([1, 12], 0, dtype=f32)  # f32[1, 12]
+cat = cat([add, full], 0)  # f32[16, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 4, 'tp')  # f32[4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f32[15, 8]
+w: f32[8, 12]
+other: f32[15, 12]
+constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, 1], 0)  # f32[16, 8]
+constant_pad_nd_default_1 = constant_pad_nd(other, [0, 0, 0, 1], 0)  # f32[16, 12]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
+    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp', sum_dtype=None,
+    added=constant_pad_nd_default_1)  # f32[4, 12]
+rows_before_default = rows_before(matmul_reduce_scatter_default, 15, 'tp')  # bool[4, 1]
+eq_tensor = eq(matmul_reduce_scatter_default, matmul_reduce_scatter_default)  # bool[4, 12]
+logical_or_default = logical_or(rows_before_default, eq_tensor)  # bool[4, 12]
+full_default = full([], 0, dtype=f32, device=cpu)  # f32[]
+where_self = where(logical_or_default, matmul_reduce_scatter_default, full_default)  # f32[4, 12]
+return (where_self)
+""",
+    )
+
+
+def test_scatter_of_a_product_written_into_zeros() -> None:
+    """A batch, padded and scattered along the sequence."""
+    b = GraphBuilder(ranks=2)
+    a, w, whole = b.input("a", [21, 8]), b.input("w", [8, 12]), zeros(b, [3, 8, 12])
+    part = b.call(aten.slice.Tensor, whole, 1, 0, 7)
+    written = b.call(aten.copy.default, part, b.reshape(b.mm(a, w), [3, 7, 12]))
+    padded = b.call(aten.slice_scatter.default, whole, written, 1, 0, 7)
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.cat(b.chunks(padded, dim=1))))),
+        """\
+a: f32[21, 8]
+w: f32[8, 12]
+full = full([3, 8, 12], 0, dtype=f32)  # f32[3, 8, 12]
+slice_1 = slice(full, 1, 0, 7)  # f32[3, 7, 12]s[96, 12, 1]
+mm = mm(a, w)  # f32[21, 12]
+reshape = reshape(mm, [3, 7, 12])  # f32[3, 7, 12]
+copy = copy(slice_1, reshape)  # f32[3, 7, 12]s[96, 12, 1]
+slice_scatter = slice_scatter(full, copy, 1, 0, 7)  # f32[3, 8, 12]
+split = split(slice_scatter, 4, 1)  # (f32[3, 4, 12]s[96, 12, 1], f32[3, 4, 12]s[96, 12, 1])
+getitem = getitem(split, 0)  # f32[3, 4, 12]s[96, 12, 1]
+getitem_1 = getitem(split, 1)  # f32[3, 4, 12]s[96, 12, 1]
+cat = cat([getitem, getitem_1], 0)  # f32[6, 4, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 2, 'tp')  # f32[3, 4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[3, 4, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f32[21, 8]
+w: f32[8, 12]
+reshape_default = reshape(a, [3, 7, 8])  # f32[3, 7, 8]
+constant_pad_nd_default = constant_pad_nd(reshape_default, [0, 0, 0, 1], 0)  # f32[3, 8, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
+    biases=[None], reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp')  # f32[3, 4, 12]
+rows_before_default = rows_before(matmul_reduce_scatter_default, 7, 'tp')  # bool[4, 1]
+eq_tensor = eq(matmul_reduce_scatter_default, matmul_reduce_scatter_default)  # bool[3, 4, 12]
+logical_or_default = logical_or(rows_before_default, eq_tensor)  # bool[3, 4, 12]
+full_default = full([], 0, dtype=f32, device=cpu)  # f32[]
+where_self = where(logical_or_default, matmul_reduce_scatter_default, full_default)  # f32[3, 4, 12]
+return (where_self)
+""",
+    )
+
+
+def test_scatter_of_uneven_shards() -> None:
+    """As DTensor pads them: the last piece of the product alone."""
+    b = GraphBuilder(ranks=2)
+    split = b.call(aten.split.Tensor, b.mm(b.input("a", [7, 8]), b.input("w", [8, 12])), 4)
+    first, last = (b.call(operator.getitem, split, index) for index in range(2))
+    padded = b.call(aten.constant_pad_nd.default, last, [0, 0, 0, 1])
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.cat([first, padded])))),
+        """\
+a: f32[7, 8]
+w: f32[8, 12]
+mm = mm(a, w)  # f32[7, 12]
+split = split(mm, 4)  # (f32[4, 12], f32[3, 12])
+getitem = getitem(split, 0)  # f32[4, 12]
+getitem_1 = getitem(split, 1)  # f32[3, 12]
+constant_pad_nd = constant_pad_nd(getitem_1, [0, 0, 0, 1])  # f32[4, 12]
+cat = cat([getitem, constant_pad_nd], 0)  # f32[8, 12]
+reduce_scatter_tensor = reduce_scatter_tensor(cat, 'sum', 2, 'tp')  # f32[4, 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[4, 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f32[7, 8]
+w: f32[8, 12]
+constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, 1], 0)  # f32[8, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
+    biases=[None], reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[4, 12]
+rows_before_default = rows_before(matmul_reduce_scatter_default, 7, 'tp')  # bool[4, 1]
+eq_tensor = eq(matmul_reduce_scatter_default, matmul_reduce_scatter_default)  # bool[4, 12]
+logical_or_default = logical_or(rows_before_default, eq_tensor)  # bool[4, 12]
+full_default = full([], 0, dtype=f32, device=cpu)  # f32[]
+where_self = where(logical_or_default, matmul_reduce_scatter_default, full_default)  # f32[4, 12]
+return (where_self)
+""",
+    )
+
+
+def test_scatter_of_a_padded_product_of_any_number_of_rows() -> None:
+    b = GraphBuilder()
+    a, w = b.input("a", [15, 8], dynamic=0), b.input("w", [8, 12])
+    more = b.call(operator.mod, b.call(operator.neg, b.call(aten.sym_size.int, a, 0)), 4)
+    padded = b.call(aten.constant_pad_nd.default, b.mm(a, w), [0, 0, 0, more])
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(padded))),
+        """\
+a: f32[s, 8]
+w: f32[8, 12]
+sym_size = sym_size(a, 0)  # s
+neg = neg(sym_size)  # -s
+mod = mod(neg, 4)  # PythonMod(-s, 4)
+mm = mm(a, w)  # f32[s, 12]
+constant_pad_nd = constant_pad_nd(mm, [0, 0, 0, mod])  # f32[s + (PythonMod(-s, 4)), 12]
+reduce_scatter_tensor = reduce_scatter_tensor(constant_pad_nd, 'sum', 4, 'tp')  # f32[((s + (PythonMod(-s,
+    4)))//4), 12]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[((s + (PythonMod(-s, 4)))//4), 12]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f32[s, 8]
+w: f32[8, 12]
+sym_size = sym_size(a, 0)  # s
+neg = neg(sym_size)  # -s
+mod = mod(neg, 4)  # PythonMod(-s, 4)
+sym_size_int = sym_size(a, 0)  # s
+mul = mul(sym_size_int, -1)  # -s
+mod_1 = mod(mul, 4)  # PythonMod(-s, 4)
+constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, mod_1], 0)  # f32[s + (PythonMod(-s, 4)), 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
+    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[((s + (PythonMod(-s,
+    4)))//4), 12]
+sym_size_int_1 = sym_size(a, 0)  # s
+rows_before_default = rows_before(matmul_reduce_scatter_default, sym_size_int_1, 'tp')  # bool[((s +
+    (PythonMod(-s, 4)))//4), 1]
+eq_tensor = eq(matmul_reduce_scatter_default, matmul_reduce_scatter_default)  # bool[((s + (PythonMod(-s,
+    4)))//4), 12]
+logical_or_default = logical_or(rows_before_default, eq_tensor)  # bool[((s + (PythonMod(-s, 4)))//4), 12]
+full_default = full([], 0, dtype=f32, device=cpu)  # f32[]
+where_self = where(logical_or_default, matmul_reduce_scatter_default, full_default)  # f32[((s + (PythonMod(-s,
+    4)))//4), 12]
+return (where_self)
+""",
+    )
+
+
+def test_scatter_of_a_padded_product_with_scales_of_rows() -> None:
+    """fp8 operands are padded as bytes, and scales too."""
+    b = GraphBuilder(ranks=2)
+    x, w = fp8_operands(b, 7, 32, 16)
+    product = b.scaled_mm(x, w, b.input("a_scale", [7, 1]), b.input("b_scale", [1, 16]))
+    padded = b.call(aten.constant_pad_nd.default, product, [0, 0, 0, 1])
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(padded))),
+        """\
+x: f8[7, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[7, 1]
+b_scale: f32[1, 16]
+_scaled_mm = _scaled_mm(x, w, a_scale, b_scale, out_dtype=bf16)  # bf16[7, 16]
+constant_pad_nd = constant_pad_nd(_scaled_mm, [0, 0, 0, 1])  # bf16[8, 16]
+reduce_scatter_tensor = reduce_scatter_tensor(constant_pad_nd, 'sum', 2, 'tp')  # bf16[4, 16]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # bf16[4, 16]
+return (wait_tensor)
+
+=== becomes ===
+
+x: f8[7, 32]
+w: f8[32, 16]s[1, 32]
+a_scale: f32[7, 1]
+b_scale: f32[1, 16]
+view_dtype = view(x, u8)  # u8[7, 32]
+constant_pad_nd_default = constant_pad_nd(view_dtype, [0, 0, 0, 1], 0)  # u8[8, 32]
+view_dtype_1 = view(constant_pad_nd_default, f8)  # f8[8, 32]
+constant_pad_nd_default_1 = constant_pad_nd(a_scale, [0, 0, 0, 1], 0)  # f32[8, 1]
+scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[view_dtype_1], b_parts=[w],
+    a_scales=[constant_pad_nd_default_1], b_scales=[b_scale], biases=[None], reduce_op='sum', scatter_dim=0,
+    out_dtype=bf16, use_fast_accum=False, group_size=2, group_name='tp')  # bf16[4, 16]
+rows_before_default = rows_before(scaled_matmul_reduce_scatter_default, 7, 'tp')  # bool[4, 1]
+eq_tensor = eq(scaled_matmul_reduce_scatter_default, scaled_matmul_reduce_scatter_default)  # bool[4, 16]
+logical_or_default = logical_or(rows_before_default, eq_tensor)  # bool[4, 16]
+full_default = full([], 0, dtype=bf16, device=cpu)  # bf16[]
+where_self = where(logical_or_default, scaled_matmul_reduce_scatter_default, full_default)  # bf16[4, 16]
+return (where_self)
 """,
     )
 
