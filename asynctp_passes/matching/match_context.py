@@ -183,7 +183,9 @@ class MatchContext:
         if gather.node in self.fixed:
             return start
         later = (node for node in self._communications if self.order[node] > start)
-        ends = (self.order[node] for node in later if self.depends(node, gather.node) or (opaque and is_opaque(node)))
+        ends = (
+            self.order[node] for node in later if self.depends(node, gather.node) or (opaque and node in self._opaque)
+        )
         return next(ends, len(self.nodes)) - 1
 
     def opaque_passed(self, gather: Collective, node: fx.Node) -> list[fx.Node]:
@@ -196,6 +198,10 @@ class MatchContext:
     def opaque(self) -> list[fx.Node]:
         """The opaque ops: fixed points among what communicates."""
         return [node for node in self._communications if is_opaque(node)]
+
+    @functools.cached_property
+    def _opaque(self) -> set[fx.Node]:
+        return set(self.opaque)
 
     @functools.cached_property
     def _latest_sure(self) -> dict[fx.Node, int]:

@@ -12,6 +12,7 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
 from asynctp_passes.ir.nodes import has_side_effect, mutates, op_name
+from asynctp_passes.ir.order import communications, is_opaque
 from asynctp_passes.ir.records import Answers
 from asynctp_passes.ir.traversal import phase_of, reachable, segments, tangents_of
 from asynctp_passes.matching.chains import Candidate, Decision
@@ -43,6 +44,7 @@ def decide_graph(graph: fx.Graph, config: Config, answers: Answers | None = None
         words=Words(collectives),
         answers=answers or {},
         blind=blind_calls(collectives, config),
+        opaque=[node for node in communications(graph.nodes) if is_opaque(node)],
     )
     context = replace(context, unused=_dropped_everywhere(collectives, context))
     candidates = find(graph, collectives, context.sizes, lambda candidate: allowed(candidate, context))

@@ -15,7 +15,6 @@ from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import describe, mutates, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.order import communications, is_opaque
 from asynctp_passes.ir.records import Answers
 from asynctp_passes.ir.scales import scales_mismatch
 from asynctp_passes.ir.sizes import Sizes, are_one, express, identical
@@ -77,6 +76,7 @@ class Context:
         words: What the graph's deviations are called.
         answers: What the ranks said to deviations, by group. Before they were asked a group is missing, and may do all.
         blind: The collectives by whose calls no unlike call of a peer would be found (`blind_calls`).
+        opaque: The nodes that may communicate, and of which nothing is known.
     """
 
     graph: fx.Graph
@@ -88,6 +88,7 @@ class Context:
     words: Words = field(default_factory=lambda: Words(()))
     answers: Answers = field(default_factory=dict)
     blind: Sequence[Collective] = ()
+    opaque: Sequence[fx.Node] = ()
 
     def refused(self, group: str, text: str, *collectives: Collective, until: fx.Node | None = None) -> str | None:
         """Why a deviation may not be done; None for one that all ranks of the group do, or before they were asked.
@@ -283,7 +284,7 @@ def passes_nothing_opaque(candidate: Candidate, context: Context) -> Refusal | N
     places = [one.start for one in chain.collectives] + ([] if chain.follows is None else [chain.follows])
     if len(places) == 1:
         return None
-    opaque = [node for node in communications(context.graph.nodes) if is_opaque(node)]
+    opaque = context.opaque
     passed = [node for node in opaque if min(places) < node <= max(places)]
     return Refusal(reasons.OPAQUE_OP_BETWEEN, to_register(passed)) if passed else None
 

@@ -136,11 +136,11 @@ class UndoOnError:
     def _all_alone(self) -> Plan | None:
         """The plan in which nothing is fused; the other ranks know what this one does now."""
         if self._phase in ("joint", "partition"):
-            if self.answers is None:
+            if self.questions is None:
                 keys = communicated(read_collectives(self._graph)) if self._keys is None else self._keys
                 self.agree(keys, {})
             return None
-        if self.answers is None:
+        if self.questions is None:
             self.ask(questions_of(unfused(self._graph, self._config, {})))
         asked = self.questions or []
         answers = dict(zip([one.group for one in asked], self.answers or [Answer()] * len(asked), strict=True))

@@ -28,7 +28,15 @@ def made(graph: Graph, accord: int, groups: str = "auto", on_wire: bool = True) 
     """What communicates in a graph once it is rewritten, as for GPUs, where all groups have an accord."""
     with mock.patch.object(ops, "on_wire", return_value=on_wire):
         plan = planned(graph, Config(groups=groups))
-        rewrite(graph, replace(plan, accords=dict.fromkeys(plan.keys, accord) if accord else {}))
+        rewrite(
+            graph,
+            replace(
+                plan,
+                accords=dict.fromkeys({one.group_key for one in (each.collective for each in plan.candidates)}, accord)
+                if accord
+                else {},
+            ),
+        )
     graph.lint()
     return communications(graph.nodes)
 

@@ -297,7 +297,7 @@ def test_a_report_that_cannot_be_made_either() -> None:
 # --- other ranks -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("stage", ["toposort.sort", "decide_graph", "ask", "rewrite"])
 def test_the_other_ranks_are_told_once(stage: str) -> None:
-    """A rank that fails before the question asks for nothing, and one that fails in it or after it not again."""
+    """A rank that fails before the question asks for nothing, and one that fails after it not again."""
     with mock.patch.object(undo, "ask", wraps=undo.ask) as ask, failing(stage):
         run(program(), quiet())
     ((question,),) = [call.args[0] for call in ask.call_args_list]
