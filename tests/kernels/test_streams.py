@@ -435,11 +435,8 @@ NEEDED = {
     "script._call: record_event(event, stream)": "pulled decomposed gather",
     "script._call: wait_event(stream, awaited)": "decomposed scatter",
 }
-#: results are right without these: for the times that `test_stamps` reads, and for the first look of a watch
-FOR_OTHERS = {
-    "memory.GroupMemory.__post_init__: record_event(self.made_at, driver.current_stream(self.device.index))",
-    "stamps.StampTable.begin: wait_event(stream, end)",
-}
+#: results are right without it: it is for the times that `test_stamps` reads
+FOR_OTHERS = {"stamps.StampTable.begin: wait_event(stream, end)"}
 
 
 def test_it_is_known_what_every_line_is_for() -> None:

@@ -191,8 +191,6 @@ class GroupMemory:
         self.pads = self.signals.table
         self.calls = Calls(of_group)
         self._constants: dict[int, torch.Tensor] = {}
-        self.made_at = driver.new_event()  # all that was made for it is there
-        driver.record_event(self.made_at, driver.current_stream(self.device.index))
         start_watch(self)
 
     @property

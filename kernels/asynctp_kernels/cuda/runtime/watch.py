@@ -351,8 +351,12 @@ def _living() -> list[Watch]:
 
 
 def start_watch(memory: GroupMemory) -> None:
-    """Watch over a group until it goes, or the process ends."""
-    thread = threading.Thread(target=_run, args=(weakref.ref(memory),), name="asynctp-watch", daemon=True)
+    """Watch over a group until it goes, or the process ends; on GPUs once all that was enqueued for it is done.
+
+    Its first look would read what lay in that memory before.
+    """
+    made = None if driver.IN_ORDER else torch.cuda.current_stream(memory.device).record_event()
+    thread = threading.Thread(target=_run, args=(weakref.ref(memory), made), name="asynctp-watch", daemon=True)
     _threads.add(thread)
     thread.start()
 
@@ -372,10 +376,10 @@ def _end_watches() -> None:
         thread.join(EXIT_S)
 
 
-def _run(reference: weakref.ref[GroupMemory]) -> None:
+def _run(reference: weakref.ref[GroupMemory], made: torch.cuda.Event | None) -> None:
     while not _exiting.is_set():  # a rank that has failed still has to say so, and to end its waits
         try:
-            (_hear if driver.IN_ORDER else _watch)(reference)
+            _hear(reference) if made is None else _watch(reference, made)
             return
         except Exception as error:
             memory = reference()
@@ -386,14 +390,14 @@ def _run(reference: weakref.ref[GroupMemory]) -> None:
             _exiting.wait(LOOK_S)
 
 
-def _watch(reference: weakref.ref[GroupMemory]) -> None:
+def _watch(reference: weakref.ref[GroupMemory], made: torch.cuda.Event) -> None:
     memory = reference()
     if memory is None:
         return
     torch.cuda.set_device(memory.device)
     gpu.relax_captures()
     stream = gpu.new_torch_stream(memory.device)
-    driver.wait_event(stream.cuda_stream, memory.made_at)  # else it might read what was there before
+    stream.wait_event(made)
     with torch.cuda.stream(stream):
         watch, pages = Watch(memory), _Pages(memory)
     while memory is not None and not memory.released and not _exiting.is_set():
