@@ -40,7 +40,10 @@ WARN_S = 10.0
 """Seconds of waiting after which a warning says for whom."""
 
 _PAUSES_S = 0.00005, 0.005
-_REMEDY = "Remedy: Config(deviate=False) lets ranks differ; or let all run the same graphs, with the same graph breaks"
+_REMEDY = (
+    "Remedy: Config(deviate=False) on every rank lets them differ; or let all take the same branches "
+    "(docs/how-to/ranks-that-differ.md)"
+)
 
 _lock = threading.Lock()  # ranks may be threads of one process
 
