@@ -29,8 +29,8 @@ class UnlikeCalls(SymmetricMemoryError):
     def __str__(self) -> str:
         alike = "All ranks of a group must make the same collectives, in the same order, of the same sizes and dtypes."
         remedy = (
-            "Ranks ran unlike forms of a compiled function, or unlike functions. Config(deviate=False) on every rank lets "
-            f"them mix these (docs/how-to/ranks-that-differ.md). {alike}"
+            "Ranks ran unlike forms of a compiled function, or unlike functions. Config(deviate=False) on every rank "
+            f"lets them mix these (docs/how-to/ranks-that-differ.md). {alike}"
         )
         return (
             f"unlike calls have met: rank {self.rank} makes {self.own}, rank {self.peer} makes {self.theirs}. "

@@ -818,7 +818,8 @@ def check_fault(
                 "maximum": "all_reduce", "minimum": "all_reduce"}  # fmt: skip
         kinds = [told[what.split()[-2]] for what in (fault.call, fault.other) if what and not fault.grows]
         kinds += ["of accord", "deviate=False"] * ("agreed" in fault.other)
-        named = "unlike calls have met" if fault.other else f"of rank {world() - 1}"
+        named = "unlike calls have met" if fault.other and not fault.grows else "rank"  # or a bound that is as short
+        named = named if fault.other else f"of rank {world() - 1}"
         more = 10 if fault.grows else 5  # the rank that waits for memory takes a peer's word only after a while
         well = well and nan != 0 and seconds < bound + more and all(text in said for text in (*kinds, named))
     found: list[Any] = [None] * world()
