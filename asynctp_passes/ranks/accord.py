@@ -100,7 +100,7 @@ def ask(questions: Sequence[Question], config: Config, only_looked_at: Sequence[
     except (RuntimeError, OSError) as error:
         _tell_of_store(error, asked)
     pairs = zip(questions, boards, strict=True)
-    return [_agreed_alone(one) if board is None else board.answer(board in awaited) for one, board in pairs]
+    return [_alone(one, config) if board is None else board.answer(board in awaited) for one, board in pairs]
 
 
 def has_peers(group: str) -> bool:
@@ -127,8 +127,14 @@ def refuse(questions: Sequence[Question], answers: Sequence[Answer] | None) -> N
         )
 
 
-def _agreed_alone(question: Question) -> Answer:
-    return Answer(frozenset((*question.deviations, *question.keeps)))
+def _alone(question: Question, config: Config) -> Answer:
+    """The answer where there are no other ranks."""
+    texts = (*question.deviations, *question.keeps)
+    return Answer(frozenset(texts)) if config.deviate else _all_refused(question, REFUSES_ALL)
+
+
+def _all_refused(question: Question, reason: str) -> Answer:
+    return Answer(refused={text: f"{reason}: {text}" for text in (*question.deviations, *question.keeps)})
 
 
 def _tell_of_store(error: Exception, asked: Sequence[_Board]) -> None:
@@ -351,8 +357,7 @@ class _Board:
             else:
                 refused |= {text: outcome.removeprefix(_NO) for text in texts}
         if self._refuses:
-            question = self.question
-            refused = {text: f"{self._refuses}: {text}" for text in (*question.deviations, *question.keeps)}
+            refused |= _all_refused(self.question, self._refuses).refused
         accord = self._accord(agreed)
         if accord and is_alike:
             run_check.begin(self._peers.group)

@@ -742,6 +742,7 @@ def test_a_graph_that_does_not_stand_is_compiled_again() -> None:
 def test_without_process_groups_nothing_is_asked() -> None:
     assert not dist.is_initialized()
     assert attempt(quantized("tp")).deviations
+    assert not attempt(quantized("tp"), deviate=False).deviations
 
 
 @pytest.mark.parametrize("store", [FakeStore, dist.HashStore])
