@@ -520,7 +520,7 @@ def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False) -
     found = list[str]()
     for question, answer in zip(questions, ask(questions, config, late), strict=True):
         now = question.with_answer(answer)
-        if (now.done, now.kept) != (question.done, question.kept):
+        if not answer.known or (now.done, now.kept) != (question.done, question.kept):
             found += dict.fromkeys(answer.refused.values()) or [f"all ranks agree now on {'; '.join(answer.agreed)}"]
     return found
 

@@ -79,6 +79,7 @@ class Answer:
     Attributes:
         agreed: The texts of the deviations and of the gathers that are kept, of those that were asked about.
         refused: Why others of these are not done, by text.
+        known: False where the others may still come to another answer.
         accord: The number that every call of the graph in this group carries: a hash of all that the ranks agreed on
             for it, before it was divided too. 0 for nothing.
     """
@@ -86,6 +87,7 @@ class Answer:
     agreed: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
     accord: int = 0
+    known: bool = True
 
     def refuses(self, text: str) -> str | None:
         """Why a deviation is not done; None for one that all ranks do."""

@@ -94,8 +94,9 @@ def _scatter_chain(
     if sum_dtype != out.dtype and not (sum_dtype == torch.float32 and out.dtype in WIDENED):
         return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {sum_dtype}")
     if padding is not None:
-        if whole != IndexMap.identity(padding.before) or not same(padding.before[-1], columns):
-            return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{padding.nodes[0].name} pads a rearranged product")
+        is_product = whole == IndexMap.identity(padding.before) and same(padding.before[-1], columns)
+        if not is_product or not same(product(padding.before[:-1]), rows):
+            return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{padding.nodes[0].name} pads a rearranged or cut product")
         if any(one.scaled is not None and one.scaled.of_a.rows > 1 for one in alike):
             return Refusal(reasons.SCALES_BLOCKWISE, f"{padding.nodes[0].name} pads what has scales of 128 rows")
         if (biased := next((one for one in alike if one.bias is not None), None)) is not None:
@@ -108,6 +109,8 @@ def _scatter_chain(
         return Refusal(reasons.UNEVEN_SHARDS, f"{padding.nodes[0].name} pads another dimension than ranks divide")
     terms = propagation.terms[end]
     summed = tuple(replace(matmul, factor=terms.counts[matmul.node]) for matmul in alike)
+    if padding is not None and min([terms.factor, *(one.factor for one in summed)]) < 0:
+        return Refusal(reasons.UNEVEN_SHARDS, f"zeros of {padding.nodes[0].name} would be negative, as its factor is")
     own = {matmul.node for matmul in alike}
     inside = {
         node for node in nodes if node in propagation.terms and not own.isdisjoint(propagation.terms[node].counts)

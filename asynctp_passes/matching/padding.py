@@ -4,12 +4,9 @@
     matmul+ → view* → sum → split → pad of the last piece → cat → view* → reduce_scatter          (DTensor)
 
 A rank sends its rows of zeros too, and what other ranks have there is theirs: they may pad fewer rows. So the fused op
-multiplies rows of zeros, which makes zeros of them, and a product with a bias is not fused. There is one exception. A
-row of zeros times a weight that has an infinity or a NaN is NaN. So each rank sets to zero what is NaN in those rows of
-its block that are padding to itself. Where ranks pad alike, that is zero in the program. Where they do not, a weight
-that is not finite is the one case in which these rows may differ from the program's; all others are NaN then, too.
-Where the padded dimension, with those before it as one, is the ranks' blocks one after the other, the rows of a block
-count on, and its padding is what begins with a number of rows: `rows_before` compares.
+multiplies rows of zeros, which makes zeros of them: +0.0, since a product times a negative number is not fused. Neither
+is one with a bias, which would be added to the padding. A weight with an infinity or a NaN makes NaN of these rows,
+where the program has zeros. It makes the same columns of all other rows infinite or NaN, too.
 """
 
 from __future__ import annotations
@@ -62,11 +59,6 @@ class Padding:
     def rows(self) -> Size:
         """The rows of the padded tensor: all dimensions but the last."""
         return product(self.after[:-1])
-
-    @property
-    def kept(self) -> Size:
-        """How many rows of those of one index of the dimensions in front are no padding."""
-        return product(self.before[self.dim : -1])
 
     def is_in_blocks(self, place: ScatterPlacement, ranks: int) -> bool:
         """True where the ranks' blocks, one after the other, are the padded dimension and those behind it."""

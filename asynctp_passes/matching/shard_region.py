@@ -50,7 +50,7 @@ from asynctp_passes.ir.nodes import (
     traits_of,
     value_of,
 )
-from asynctp_passes.ir.sizes import Size, identical, product, quotient, same
+from asynctp_passes.ir.sizes import Size, are_one, identical, product, quotient, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks
@@ -372,8 +372,11 @@ class ShardRegion:
             return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
         if self.needs_gather(operand):
             return self.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
-        if value.dim() > 1:
-            return Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} may have a row for each of the op's")
+        rows = value_of(self.gather.node).shape[:-1]
+        counts = [value.numel(), *rows, product(rows)]
+        is_known = value.dim() <= 1 and all(isinstance(count, int) for count in counts)
+        if not are_one(value.shape) and not (is_known and value.numel() not in counts[1:]):
+            return Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} may have a number for each of the op's rows")
         return self.late(operand)
 
     def _from_last(self, member: fx.Node) -> _Place:

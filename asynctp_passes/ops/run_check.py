@@ -7,10 +7,11 @@ memory unlike calls are found where they meet, by the accord in their signatures
 or join what does not belong together, without a word. So on CPUs, where there are no others, each compiled graph has
 this op before it communicates in a group.
 
-It costs nothing until all ranks of the group know that they deviate somewhere (`begin`). From then on a rank counts the
-collectives of the program that its graphs make. Before the nth it says with which accord, and waits for what the others
-say of the nth. Ranks share the collectives, so it does not matter how a rank's graphs are cut. It waits in the store of
-the group, as long as a collective would. On GPUs the host is ahead of the collectives, so that it could not tell.
+It costs nothing until the ranks of the group run a graph in which they deviate. From then on a rank counts the
+collectives of the program that its graphs make. Before the nth it says with which accord, and waits for what the
+others say of the nth. Ranks share the collectives, so it does not matter how a rank's graphs are cut. A graph without
+an accord has a check before each collective, one with an accord a check for all of them. It waits in the store of the
+group, as long as a collective would. On GPUs the host is ahead of the collectives, so that it could not tell.
 
 Importing this module registers the op.
 """
@@ -32,7 +33,7 @@ from asynctp_passes.errors import DisagreementError
 from asynctp_passes.ops.registration import register
 from asynctp_passes.waiting import looks, ranks_named
 
-__all__ = ["begin", "has_begun", "run_check"]
+__all__ = ["begin", "has_begun", "is_awaited", "run_check"]
 
 log = logging.getLogger("asynctp_passes.ops")
 
@@ -65,7 +66,7 @@ _runs: weakref.WeakKeyDictionary[Any, _Runs] = weakref.WeakKeyDictionary()
 
 
 def begin(group: Any) -> None:
-    """Compare runs from now on: all ranks of a process group know now that they deviate in a graph."""
+    """Compare runs of a process group from now on: its ranks run a graph in which they deviate."""
     with _lock:
         _runs.setdefault(group, _Runs())
 
@@ -75,6 +76,13 @@ def has_begun(group: Any) -> bool:
     return group in _runs
 
 
+def is_awaited(peers: compat.Peers) -> bool:
+    """Whether a rank has come to a collective of a graph to which this rank has not."""
+    own = _runs.get(peers.group)
+    at, others = f"asynctp/{peers.life}/runs", [rank for rank in peers.ranks if rank != peers.rank]
+    return own is not None and any(_said_by(peers, f"{at}/{rank}")[1] > own.made for rank in others)
+
+
 def run_check(accord: int, count: int, group_name: str) -> None:
     """Compare, before a graph communicates in a group, what the ranks run there.
 
@@ -82,7 +90,7 @@ def run_check(accord: int, count: int, group_name: str) -> None:
 
     Args:
         accord: What all ranks have agreed on for this graph; 0 for nothing.
-        count: How many collectives of the program the graph makes in the group.
+        count: How many collectives of the program this check is for.
         group_name: The process group.
 
     Raises:

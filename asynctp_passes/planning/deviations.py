@@ -207,13 +207,18 @@ class Words:
         while stack:
             one = stack[-1]
             leaf = f"result {self._place[one]}" if one in self._place else "" if one.op == "call_function" else "input"
-            sources = [] if leaf else [source for source in one.all_input_nodes if tensor_of(source) is not None]
+            sources = [] if leaf else [source for source in one.all_input_nodes if _is_of_tensors(source)]
             if missing := [source for source in sources if source not in texts]:
                 stack += missing
                 continue
             texts[one] = leaf or _short(f"{called_name(one)}({', '.join(_arguments(one, texts))})")
             stack.pop()
         return texts[node]
+
+
+def _is_of_tensors(node: fx.Node) -> bool:
+    """True for a tensor, and for a list of pieces of one."""
+    return tensor_of(node) is not None or isinstance(node.meta.get("val"), list | tuple)
 
 
 def _early(early: EarlySum | None) -> str:

@@ -41,7 +41,6 @@ from asynctp_passes.config import Config, agree_seconds
 from asynctp_passes.errors import AsyncTPError, DisagreementError
 from asynctp_passes.ir import registry
 from asynctp_passes.ir.records import Answer, Question
-from asynctp_passes.ops import run_check
 from asynctp_passes.reporting.internal import sources_digest
 from asynctp_passes.waiting import ranks_named
 
@@ -100,7 +99,7 @@ def ask(questions: Sequence[Question], config: Config, only_looked_at: Sequence[
     except (RuntimeError, OSError) as error:
         _tell_of_store(error, asked)
     pairs = zip(questions, boards, strict=True)
-    return [_alone(one, config) if board is None else board.answer(board in awaited) for one, board in pairs]
+    return [_alone(one, config) if board is None else board.answer() for one, board in pairs]
 
 
 def has_peers(group: str) -> bool:
@@ -344,11 +343,8 @@ class _Board:
         """Refuse everything for this reason."""
         self.outcomes = dict.fromkeys(self.items, f"{_NO}{reason}")
 
-    def answer(self, is_alike: bool) -> Answer:
-        """The answer as far as it is known now. What is not known is refused.
-
-        is_alike: The other ranks have the answer too, or will before they run anything.
-        """
+    def answer(self) -> Answer:
+        """The answer as far as it is known now. What is not known is refused."""
         agreed, refused = self._followed(), dict[str, str]()
         for digest, texts in self.items.items():
             outcome = self.outcomes.get(digest, f"{_NO}it is not known yet")
@@ -358,10 +354,7 @@ class _Board:
                 refused |= {text: outcome.removeprefix(_NO) for text in texts}
         if self._refuses:
             refused |= _all_refused(self.question, self._refuses).refused
-        accord = self._accord(agreed)
-        if accord and is_alike:
-            run_check.begin(self._peers.group)
-        return Answer(frozenset(agreed), refused, accord)
+        return Answer(frozenset(agreed), refused, self._accord(agreed), self.outcomes.keys() >= self.items.keys())
 
     def _followed(self) -> set[str]:
         """The gathers that this rank need not keep, and keeps since all ranks do where they communicate the same.

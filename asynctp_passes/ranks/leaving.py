@@ -3,8 +3,8 @@
 Its collectives would go by torch, while its peers wait in their graphs, on the group's own wire or with what they have
 agreed to send otherwise. All ranks may leave alike, as under a stance that the program sets everywhere: so each rank
 that leaves says so in the store of the graph's groups, and waits for the others. It waits in vain where one of them has
-come to a call on the wire, or does not say so in time. One record for each call of the function holds what becomes of
-it, and who writes it first decides: no rank goes on while another one raises.
+come to a call of a graph, or does not say so within the group's timeout. One record for each call of the function holds
+what becomes of it, and who writes it first decides: no rank goes on while another one raises.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ __all__ = ["note"]
 
 log = logging.getLogger(__name__)
 
-TOGETHER_S = 10.0
-"""Seconds for which a rank that leaves waits for the others to leave, too."""
 _PAUSE_S = 0.02
 _TOGETHER, _ALONE = "together", "alone"
 _times: Counter[tuple[str, str]] = Counter()  # by group and place in its store: how often a function was given up
@@ -93,9 +91,10 @@ def _all_leave(function: str, group: str, groups: Mapping[str, compat.Peers]) ->
 def _outcome(prefix: str, peers: compat.Peers, groups: Iterable[str]) -> str:
     record, said = f"{prefix}/outcome", [f"{prefix}/{rank}" for rank in peers.ranks]
     peers.store.set(f"{prefix}/{peers.rank}", "1")
-    until = time.monotonic() + TOGETHER_S
+    until = time.monotonic() + compat.group_timeout_s(peers.group)
     while not peers.store.check([record]):
-        over = time.monotonic() > until or any(map(ops.is_awaited, groups))  # first: who has said so waits nowhere
+        awaited = any(map(ops.is_awaited, groups)) or run_check.is_awaited(peers)
+        over = awaited or time.monotonic() > until  # first: who has said so waits nowhere
         if peers.store.check(said):
             peers.store.compare_set(record, "", _TOGETHER)
         elif over:

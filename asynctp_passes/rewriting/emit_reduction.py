@@ -19,7 +19,6 @@ from asynctp_passes.ir.sizes import Size, product, same, same_strides
 from asynctp_passes.layout.placement import ScatterPlacement
 from asynctp_passes.layout.propagation import is_sum
 from asynctp_passes.matching.chains import ScatterChain, Term
-from asynctp_passes.ops import rows as _rows  # noqa: F401  (it registers torch.ops.asynctp_local)
 from asynctp_passes.rewriting.builder import Builder
 from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
 from asynctp_passes.rewriting.emit_alone import options_of
@@ -47,7 +46,7 @@ def _emit_scatter(build: Builder, chain: ScatterChain, place: ScatterPlacement) 
         a_parts = [_rows_as_sent(build, chain, build.now(matmul.a)) for matmul in chain.matmuls]
     scatter_dim = value_of(a_parts[0]).dim() - (1 if place.axis == "columns" else 2)
     op = _call_reduction(build, chain, a_parts, (scatter_dim,), (scatter.group_size,))
-    out = build.reshape(_zeros_behind(build, chain, build.contiguous(op)), build.shape(scatter.node))
+    out = build.reshape(build.contiguous(op), build.shape(scatter.node))
     _give_result(build, chain, out)
     return op
 
@@ -65,18 +64,6 @@ def _padded(build: Builder, chain: ScatterChain, rows: fx.Node, width: Size | No
     rows = build.bitcast(rows, torch.uint8) if dtype.itemsize == 1 else rows
     rows = build.call(_aten.constant_pad_nd.default, rows, [*[0, 0] * behind, 0, build.size(padding.more)], 0)
     return build.bitcast(rows, dtype)
-
-
-def _zeros_behind(build: Builder, chain: ScatterChain, op: fx.Node) -> fx.Node:
-    """The fused op's result with zeros for what is NaN in the rows that are padding (`matching.padding`)."""
-    padding, value = chain.padding, value_of(op)
-    if padding is None or not value.dtype.is_floating_point:
-        return op
-    kept = build.size(padding.kept)
-    before = build.call(torch.ops.asynctp_local.rows_before.default, op, kept, chain.collective.group)
-    holds = build.call(_aten.logical_or.default, before, build.call(_aten.eq.Tensor, op, op))
-    zero = build.call(_aten.full.default, [], 0, dtype=value.dtype, device=value.device)
-    return build.call(_aten.where.self, holds, op, zero)
 
 
 def _emit_all_reduce(build: Builder, chain: ScatterChain) -> fx.Node:

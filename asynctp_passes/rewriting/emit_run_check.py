@@ -1,4 +1,4 @@
-"""Let ranks on CPUs compare what they run, before a graph first communicates in a group.
+"""Let ranks on CPUs compare what they run, before a graph communicates in a group.
 
 x → all_reduce                becomes                asynctp::run_check(x),   x → all_reduce
 """
@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from asynctp_passes import compat
+from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import tensor_of, value_of
 from asynctp_passes.ir.order import communicates
 from asynctp_passes.ops import run_check  # noqa: F401  (it registers torch.ops.asynctp.run_check)
@@ -17,21 +18,27 @@ from asynctp_passes.rewriting.places import mark_front
 
 __all__ = ["Checks", "emit_run_checks", "mark_run_checks", "placed"]
 
-Checks = list[tuple[str, fx.Node]]
-"""Groups, each with the node in front of which its ranks compare, or with a mark of that place."""
+Checks = list[tuple[list[Collective], fx.Node]]
+"""Collectives of a group, each time with the node in front of which its ranks compare, or with a mark of that place."""
 
 
 def mark_run_checks(state: RewriteState) -> Checks:
-    """Mark where the groups that compare communicate first in the program.
+    """Mark where groups compare: before each collective, or of a graph with an accord before the first one.
 
     Not earlier: ranks of another group may have to go on first, so that those that are awaited come at all.
     """
-    return [(group, mark_front(state, made[0].start)) for group, made in state.plan.checked.items()]
+    marked: Checks = []
+    for group, made in state.plan.checked.items():
+        together: dict[fx.Node, list[Collective]] = {}
+        for one in made:
+            together.setdefault(made[0].start if state.plan.accord(group) else one.start, []).append(one)
+        marked += [(ones, mark_front(state, start)) for start, ones in together.items()]
+    return marked
 
 
 def placed(marked: Checks) -> Checks:
     """The checks, each with what communicates next after its mark, or the graph's output."""
-    return [(group, _next_communication(mark)) for group, mark in marked]
+    return [(ones, _next_communication(mark)) for ones, mark in marked]
 
 
 def _next_communication(mark: fx.Node) -> fx.Node:
@@ -44,13 +51,13 @@ def _next_communication(mark: fx.Node) -> fx.Node:
 def emit_run_checks(state: RewriteState, checks: Checks) -> None:
     """Insert each check in front of its node."""
     op = torch.ops.asynctp.run_check.default
-    for group, first in checks:
-        beside = _beside(first)
-        accord, made = state.plan.accord(group), state.plan.checked[group]
+    for ones, first in checks:
+        beside, one = _beside(first), ones[0]
+        told = (state.plan.accord(one.group_key), len(ones))
         with state.graph.inserting_before(first):
-            node = state.graph.call_function(op, (beside, accord, len(made), made[0].group))
+            node = state.graph.call_function(op, (beside, *told, one.group))
         with compat.without_guards(value_of(beside)):
-            node.meta["val"] = op(value_of(beside), accord, len(made), group)
+            node.meta["val"] = op(value_of(beside), *told, one.group_key)
 
 
 def _beside(first: fx.Node) -> fx.Node:

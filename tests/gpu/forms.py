@@ -189,12 +189,16 @@ def judged(program: Program, seed: int) -> Counter[str]:
 
 
 def verdict(got: Sequence[Tensor], want: Sequence[Tensor]) -> str:
-    """Whether values are right, NaN where they are not, or wrong."""
+    """Whether values are right, or NaN wherever they are not, or wrong."""
+    found = "right"
     for a, b in zip(got, want, strict=True):
-        error, largest = (a.cpu().float() - b).abs().nan_to_num(torch.inf), b.abs().max()
-        if not bool((error <= CLOSE * largest.clamp(min=1)).all()):
-            return "nan" if bool(a.isnan().any()) else f"WRONG by {float(error.max()):.3g} of {float(largest):.3g}"
-    return "right"
+        a, largest = a.cpu().float(), b.abs().max()
+        wrong = (a - b).abs() > CLOSE * largest.clamp(min=1)
+        if bool(wrong.any()) and not bool(a.isnan().any()):
+            return f"WRONG by {float((a - b).abs().max()):.3g} of {float(largest):.3g}"
+        if bool(wrong.any()) or bool(a.isnan().any()):
+            found = "nan"
+    return found
 
 
 def together(outcome: str) -> str:

@@ -29,7 +29,6 @@ import asynctp_passes
 from asynctp_passes import Config, DisagreementError, Report, backend, compat, ops, run
 from asynctp_passes.config import ConfigError, agree_seconds
 from asynctp_passes.ir.records import Answer, Question
-from asynctp_passes.ops import run_check
 from asynctp_passes.ranks import accord
 from asynctp_passes.ranks.accord import WARN_S, ask
 
@@ -232,13 +231,12 @@ def test_a_backward_from_the_cache_is_posted_first_and_only_looked_at(two: Two) 
     assert answer.agreed == {"sum: z"}
 
 
-def test_only_ranks_that_all_know_of_a_deviation_compare_runs(two: Two) -> None:
+def test_what_is_only_looked_at_is_not_known_and_does_not_stand(two: Two) -> None:
+    """Not even without the deviations: the others may come to a yes."""
     backward = Question("g", "backward", "b", ("sum: z",))
-    for rank in (0, 1):
-        two.ask(rank, WITHOUT, backward, looked_at=[backward])
-    assert not any(map(run_check.has_begun, two.groups))
-    two.both(WITH, WITH)
-    assert all(map(run_check.has_begun, two.groups))
+    _, looked = two.ask(0, WITHOUT, backward, looked_at=[backward])
+    assert not looked.known
+    assert two.ask(1, WITHOUT).known
 
 
 @pytest.mark.parametrize("options", [{"deviate": False}, {"suppress_errors": True}])

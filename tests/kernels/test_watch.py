@@ -387,13 +387,13 @@ def test_a_watch_that_fails_goes_on_to_end_the_waits_of_its_rank(memory: GroupMe
     """Once: the second time it runs as ever."""
     runs: list[str] = []
 
-    def look_once(reference: Any) -> None:
+    def look_once(reference: Any, made: Any) -> None:
         runs.append(memory.failure or "")
         if len(runs) == 1:
             raise RuntimeError("a driver call has failed")
 
     with mock.patch.object(watch_module, "_watch", look_once), mock.patch.object(watch_module, "LOOK_S", 0):
-        watch_module._run(weakref.ref(memory))
+        watch_module._run(weakref.ref(memory), mock.Mock())
     assert runs == [
         "",
         "SymmetricMemoryError: the watch over the ranks has failed: RuntimeError: a driver call has failed",

@@ -18,7 +18,6 @@ from torch import Tensor
 
 __all__ = [
     "GROUP_OPS",
-    "PLACED_OPS",
     "TOLERANCE",
     "Groups",
     "alone",
@@ -143,8 +142,7 @@ def _evaluate_node(
         raise NotImplementedError(f"{node.op} {node.target}")
     name = op_name(node.target)
     calls = [(_resolve(node.args, env), _resolve(node.kwargs, env)) for env in environments]
-    placed = PLACED_OPS.get(name)
-    group_op = GROUP_OPS.get(name) if placed is None else _each_at(placed)
+    group_op = GROUP_OPS.get(name)
     if group_op is not None:
         bound = [_bind(node.target, args, kwargs) for args, kwargs in calls]
         names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -191,11 +189,6 @@ def _reduce_scatter_tensor(calls: Sequence[tuple[Tensor, str, int, Any]]) -> lis
     _check_group_size(calls, calls[0][2])
     dtype = calls[0][0].dtype
     return _scattered(_reduced([_wide(call[0]) for call in calls], calls[0][1]), len(calls), 0, dtype)
-
-
-def _each_at(op: Callable[..., Any]) -> GroupOp:
-    """An op of `PLACED_OPS`, for a group."""
-    return lambda calls: [op(rank, *call) for rank, call in enumerate(calls)]
 
 
 def _each(op: GroupOp) -> GroupOp:
@@ -516,15 +509,6 @@ GROUP_OPS: dict[str, GroupOp] = {
     "asynctp::scaled_matmul_all_reduce": _scaled_matmul_all_reduce,
 }
 
-
-def _rows_before(rank: int, block: Tensor, end: int, group: Any) -> Tensor:
-    """Which rows of this rank's block are before a row of all blocks."""
-    count = block.shape[-2]
-    return torch.arange(rank * count, (rank + 1) * count)[:, None] < end
-
-
-#: Ops that do not communicate, by a rank's place in the group, their last argument.
-PLACED_OPS: dict[str, Callable[..., Any]] = {"asynctp_local::rows_before": _rows_before}
 
 _RANK_OPS: dict[str, Callable[..., Any]] = {
     "asynctp::wait": lambda result, source: result,

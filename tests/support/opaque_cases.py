@@ -139,7 +139,7 @@ def local_op(rank: int, x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:
 
 
 def rowwise_op(rank: int, x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:
-    return [ops.norm(gather(x), w[0], 1e-6) @ w]
+    return [ops.norm(gather(x[:7]), w[0], 1e-6) @ w]  # as many numbers as rows could be one a row
 
 
 def training(rank: int, x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:

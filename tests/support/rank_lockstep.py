@@ -395,8 +395,6 @@ def _steps(graph: fx.Graph, inputs: Iterable[Tensor], own_transport: bool, place
             arguments = lockstep.bind(node.target, args, kwargs)
             call = _call(node, arguments)
             values[node] = yield from (_by(_transport(node, arguments), call) if own_transport else call)
-        elif (placed := lockstep.PLACED_OPS.get(lockstep.op_name(node.target))) is not None:
-            values[node] = placed(place(args[-1]), *args)
         else:
             values[node] = lockstep.local_op(node.target)(*args, **kwargs)
     raise ValueError("the graph has no output")

@@ -605,12 +605,7 @@ w: f32[8, 12]
 constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, 1], 0)  # f32[16, 8]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
     biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[4, 12]
-rows_before_default = rows_before(matmul_reduce_scatter_default, 15, 'tp')  # bool[4, 1]
-eq_tensor = eq(matmul_reduce_scatter_default, matmul_reduce_scatter_default)  # bool[4, 12]
-logical_or_default = logical_or(rows_before_default, eq_tensor)  # bool[4, 12]
-full_default = full([], 0, dtype=f32, device=cpu)  # f32[]
-where_self = where(logical_or_default, matmul_reduce_scatter_default, full_default)  # f32[4, 12]
-return (where_self)
+return (matmul_reduce_scatter_default)
 """,
     )
 
@@ -644,12 +639,7 @@ constant_pad_nd_default_1 = constant_pad_nd(other, [0, 0, 0, 1], 0)  # f32[16, 1
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
     biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp', sum_dtype=None,
     added=constant_pad_nd_default_1)  # f32[4, 12]
-rows_before_default = rows_before(matmul_reduce_scatter_default, 15, 'tp')  # bool[4, 1]
-eq_tensor = eq(matmul_reduce_scatter_default, matmul_reduce_scatter_default)  # bool[4, 12]
-logical_or_default = logical_or(rows_before_default, eq_tensor)  # bool[4, 12]
-full_default = full([], 0, dtype=f32, device=cpu)  # f32[]
-where_self = where(logical_or_default, matmul_reduce_scatter_default, full_default)  # f32[4, 12]
-return (where_self)
+return (matmul_reduce_scatter_default)
 """,
     )
 
@@ -688,12 +678,7 @@ reshape_default = reshape(a, [3, 7, 8])  # f32[3, 7, 8]
 constant_pad_nd_default = constant_pad_nd(reshape_default, [0, 0, 0, 1], 0)  # f32[3, 8, 8]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
     biases=[None], reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp')  # f32[3, 4, 12]
-rows_before_default = rows_before(matmul_reduce_scatter_default, 7, 'tp')  # bool[4, 1]
-eq_tensor = eq(matmul_reduce_scatter_default, matmul_reduce_scatter_default)  # bool[3, 4, 12]
-logical_or_default = logical_or(rows_before_default, eq_tensor)  # bool[3, 4, 12]
-full_default = full([], 0, dtype=f32, device=cpu)  # f32[]
-where_self = where(logical_or_default, matmul_reduce_scatter_default, full_default)  # f32[3, 4, 12]
-return (where_self)
+return (matmul_reduce_scatter_default)
 """,
     )
 
@@ -726,12 +711,7 @@ w: f32[8, 12]
 constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, 1], 0)  # f32[8, 8]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
     biases=[None], reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[4, 12]
-rows_before_default = rows_before(matmul_reduce_scatter_default, 7, 'tp')  # bool[4, 1]
-eq_tensor = eq(matmul_reduce_scatter_default, matmul_reduce_scatter_default)  # bool[4, 12]
-logical_or_default = logical_or(rows_before_default, eq_tensor)  # bool[4, 12]
-full_default = full([], 0, dtype=f32, device=cpu)  # f32[]
-where_self = where(logical_or_default, matmul_reduce_scatter_default, full_default)  # f32[4, 12]
-return (where_self)
+return (matmul_reduce_scatter_default)
 """,
     )
 
@@ -770,16 +750,7 @@ constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, mod_1], 0)  # f32[s + (Py
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
     biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[((s + (PythonMod(-s,
     4)))//4), 12]
-sym_size_int_1 = sym_size(a, 0)  # s
-rows_before_default = rows_before(matmul_reduce_scatter_default, sym_size_int_1, 'tp')  # bool[((s +
-    (PythonMod(-s, 4)))//4), 1]
-eq_tensor = eq(matmul_reduce_scatter_default, matmul_reduce_scatter_default)  # bool[((s + (PythonMod(-s,
-    4)))//4), 12]
-logical_or_default = logical_or(rows_before_default, eq_tensor)  # bool[((s + (PythonMod(-s, 4)))//4), 12]
-full_default = full([], 0, dtype=f32, device=cpu)  # f32[]
-where_self = where(logical_or_default, matmul_reduce_scatter_default, full_default)  # f32[((s + (PythonMod(-s,
-    4)))//4), 12]
-return (where_self)
+return (matmul_reduce_scatter_default)
 """,
     )
 
@@ -816,12 +787,7 @@ constant_pad_nd_default_1 = constant_pad_nd(a_scale, [0, 0, 0, 1], 0)  # f32[8, 
 scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[view_dtype_1], b_parts=[w],
     a_scales=[constant_pad_nd_default_1], b_scales=[b_scale], biases=[None], reduce_op='sum', scatter_dim=0,
     out_dtype=bf16, use_fast_accum=False, group_size=2, group_name='tp')  # bf16[4, 16]
-rows_before_default = rows_before(scaled_matmul_reduce_scatter_default, 7, 'tp')  # bool[4, 1]
-eq_tensor = eq(scaled_matmul_reduce_scatter_default, scaled_matmul_reduce_scatter_default)  # bool[4, 16]
-logical_or_default = logical_or(rows_before_default, eq_tensor)  # bool[4, 16]
-full_default = full([], 0, dtype=bf16, device=cpu)  # bf16[]
-where_self = where(logical_or_default, scaled_matmul_reduce_scatter_default, full_default)  # bf16[4, 16]
-return (where_self)
+return (scaled_matmul_reduce_scatter_default)
 """,
     )
 
