@@ -87,6 +87,17 @@ def with_a_bias_and_a_residual(b: Builder) -> list[Node]:
     return [scattered(b, padded(0, 0, 0, 1)(b, total))]
 
 
+def cut_and_padded(b: Builder) -> list[Node]:
+    """A product without its last row, which a row of zeros takes the place of."""
+    cut = b.call(aten.slice.Tensor, product(b, rows=8), 0, 0, 7)
+    return [scattered(b, padded(0, 0, 0, 1)(b, cut))]
+
+
+def negated(b: Builder) -> list[Node]:
+    """A row of zeros times -1 would be of negative zeros."""
+    return [scattered(b, padded(0, 0, 0, 1)(b, b.call(aten.neg.default, product(b))))]
+
+
 def added_to_the_padding(b: Builder) -> list[Node]:
     """A residual of eight rows: what is in the last one is no padding."""
     total = b.call(aten.add.Tensor, padded(0, 0, 0, 1)(b, product(b)), *inputs(b, (8, 8)))
@@ -216,6 +227,8 @@ PADDING: dict[str, tuple[Attack, list[str]]] = {
     "product written into every other row": (scattered_with(written_into(step=2, rows=14)), ["ATP104"]),
     "product copied into zeros": (scattered_with(copied_and_written), ["F"]),
     "a row of the product for all": (scattered_with(one_row_for_all), ["ATP102"]),
+    "cut and padded": (cut_and_padded, ["ATP104"]),
+    "padded and negated": (negated, ["ATP114"]),
     "padded with a bias and a residual": (with_a_bias_and_a_residual, ["ATP114"]),
     "padded before a residual": (added_to_the_padding, ["ATP114"]),
     "padded, and returned": (padding_returned, ["ATP202"]),

@@ -493,7 +493,7 @@ def padding_of_sequences_that_are_scattered_by_the_batch(b: GraphBuilder) -> Nod
     return b.scatter(padded)
 
 
-@row("VIEW_NOT_UNDERSTOOD", "constant_pad_nd pads a rearranged product")
+@row("VIEW_NOT_UNDERSTOOD", "constant_pad_nd pads a rearranged or cut product")
 def padding_of_a_transposed_product(b: GraphBuilder) -> Node:
     padded = b.call(aten.constant_pad_nd.default, b.permute(product(b, rows=15), [1, 0]), [0, 0, 0, 4])
     return b.scatter(padded)
