@@ -57,7 +57,7 @@ def communicates(node: fx.Node) -> bool:
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """True for a node that may communicate: it runs an op of which nothing is known."""
+    """True for a node that may communicate: its op is not listed, nor registered as local."""
     return _talk_of(node) is _Talk.MAY
 
 

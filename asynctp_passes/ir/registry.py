@@ -201,7 +201,7 @@ def promise_of(name: str) -> Promise | None:
 
 
 def can_promise(name: str) -> bool:
-    """True for an overload of a namespace of which something can be promised: not torch's, and not asynctp's."""
+    """True for an overload that users may register as local: neither torch nor asynctp owns its namespace."""
     return name.partition(".")[0] not in _KNOWN_NAMESPACES and collective_op(name) is None
 
 
@@ -336,7 +336,7 @@ def register_matmul(
 def register_local(op: Any) -> None:
     """Promise that an op communicates with no other rank, in this process and from now on.
 
-    asynctp and Inductor may then move collectives past it. An op of which nothing is known keeps its place among them.
+    asynctp and Inductor may then move collectives past it. An unregistered op keeps its place among them.
 
     Args:
         op: The op: an overload, a packet (which stands for all its overloads), or a name or namespace as text, of ops

@@ -1,4 +1,4 @@
-"""Rows of zeros behind a product, which make the ranks divide what a reduce-scatter takes: find them. Pure.
+"""Find the zero rows that pad a product so that the ranks divide it before a reduce-scatter. Pure.
 
     matmul+ → view* → sum → {pad, cat with zeros, write into zeros} → view* → reduce_scatter
     matmul+ → view* → sum → split → pad of the last piece → cat → view* → reduce_scatter          (DTensor)
@@ -61,7 +61,7 @@ class Padding:
         return product(self.after[:-1])
 
     def is_in_blocks(self, place: ScatterPlacement, ranks: int) -> bool:
-        """True where the ranks' blocks, one after the other, are the padded dimension and those behind it."""
+        """True where the ranks' blocks, concatenated, give the padded dimension and those behind it."""
         rows = product(self.after[self.dim : -1])
         in_order = place.axis == "rows" and place.out.is_reshape
         return in_order and same(place.outer, product(self.after[: self.dim])) and same(place.inner * ranks, rows)

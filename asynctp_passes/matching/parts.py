@@ -62,7 +62,7 @@ def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[_Part]:
 
 
 def _are_all(parts: Iterable[tuple[Size, Size]], size: Size) -> bool:
-    """True for parts of which each begins where another one ends, from 0 to a size."""
+    """True for parts that cover 0 to a size, each beginning where another one ends."""
     left, end = list(parts), canonical(0)
     while (part := next((one for one in left if same(one[0], end)), None)) is not None:
         left.remove(part)

@@ -76,7 +76,7 @@ class Context:
         words: What the graph's deviations are called.
         answers: What the ranks said to deviations, by group. Before they were asked a group is missing, and may do all.
         blind: The collectives by whose calls no unlike call of a peer would be found (`blind_calls`).
-        opaque: The nodes that may communicate, and of which nothing is known.
+        opaque: The nodes of unregistered ops, which may communicate.
     """
 
     graph: fx.Graph

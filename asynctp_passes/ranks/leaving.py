@@ -59,7 +59,7 @@ def _leave(given_up: compat.GivenUp) -> None:
 
 
 def _told(given_up: compat.GivenUp) -> DisagreementError | None:
-    """The error of a rank that leaves alone, of which the peers are told; None if all ranks leave."""
+    """The error of a rank that leaves alone, which its peers raise too; None if all ranks leave."""
     found = {name: compat.peers_of(name) for name in sorted(given_up.groups)}
     groups = {name: peers for name, peers in found.items() if peers is not None and _waits(peers)}
     if all(_all_leave(given_up.name, name, groups) for name in groups):

@@ -19,7 +19,7 @@ from asynctp_passes.rewriting.places import mark_front
 __all__ = ["Checks", "emit_run_checks", "mark_run_checks", "placed"]
 
 Checks = list[tuple[list[Collective], fx.Node]]
-"""Collectives of a group, each time with the node in front of which its ranks compare, or with a mark of that place."""
+"""The collectives of a group, each with the node or the mark in front of which its ranks compare."""
 
 
 def mark_run_checks(state: RewriteState) -> Checks:

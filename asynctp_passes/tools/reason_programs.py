@@ -131,7 +131,7 @@ def takes(**arguments: list[Any] | bool) -> Callable[[Callable[..., Any]], Calla
 
 @torch.library.custom_op("asynctp_reasons::exchange", mutates_args=())
 def exchange(x: Tensor) -> Tensor:
-    """An op of another library, of which asynctp knows nothing: it may communicate."""
+    """An unregistered op of another library: it may communicate."""
     return x.clone()
 
 
