@@ -37,7 +37,7 @@ COLLECTIVES = (
     *LISTS,
 )
 APART = ("asynctp::all_gather", "asynctp::reduce_scatter")
-GATHERS = ("asynctp::all_gather_matmul", "asynctp::all_gather_scaled_matmul")
+GATHERS = ("asynctp::all_gather_matmul", "asynctp::all_gather_matmul")
 SCATTERS = tuple(
     f"asynctp::{scaled}matmul_{name}" for scaled in ("", "scaled_") for name in ("reduce_scatter", "all_reduce")
 )

@@ -310,7 +310,7 @@ def _gather_call(case: Gather, x: dict[str, Any], size: int, group: Any) -> tupl
         )
     operands = (x["a_shard"], x["a_scale"], x["bs"], x["b_scales"], x["biases"], case.dim, case.scale == "sharded")
     options = (case.out_dtype, False, case.full, size, group, *([x["along"]] if case.along else []))
-    return torch.ops.asynctp.all_gather_scaled_matmul, (*operands, *options)
+    return torch.ops.asynctp.all_gather_matmul, (*operands, *options)
 
 
 def _scatter_call(case: Scatter, x: dict[str, Any], size: int, group: Any) -> tuple[Any, tuple[Any, ...]]:

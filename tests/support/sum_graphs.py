@@ -33,7 +33,7 @@ def summed_up(graph: Graph) -> list[int]:
     return [
         len(node.args[0])
         for node in graph.nodes
-        if op_name(node.target).startswith(("asynctp::matmul_", "asynctp::scaled_matmul_"))
+        if op_name(node.target).startswith(("asynctp::matmul_", "asynctp::matmul_"))
     ]
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asynctp_passes import compat, ops
 from asynctp_passes.ops import collectives, reference
-from asynctp_passes.ops.registration import short_cut
+from asynctp_passes.ops.register import short_cut
 
 
 # --- one process, a fake group of four ranks ------------------------------------------------------------------------
