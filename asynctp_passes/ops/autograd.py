@@ -203,7 +203,6 @@ def _weight_grad(a_full: Tensor, out_grad: Tensor | None) -> Tensor | None:
     return None if out_grad is None else a_full.flatten(0, -2).t() @ out_grad.flatten(0, -2)
 
 
-
 _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_gather_matmul": (_backward_gather, _setup_gather),
     "matmul_reduce_scatter": (_backward_scatter, _setup_scatter),

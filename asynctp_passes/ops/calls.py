@@ -11,7 +11,7 @@ Scales are optional: those of A, those of the Bs and `out_dtype` are there toget
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -155,7 +155,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
 _VALUES = {torch.dtype | None, bool | None, bool, int, int | None, str}
 
 
-def _values_of(kind: type[Call]) -> itemgetter[Any]:
+def _values_of(kind: type[Call]) -> Callable[[Call], tuple[Any, ...]]:
     types = typing.get_type_hints(kind)
     return itemgetter(*(place for place, name in enumerate(kind._fields) if types[name] in _VALUES))
 

@@ -102,7 +102,7 @@ IN_BLOCKS = tuple(recipe for recipe in RECIPES if recipe.in_blocks)
 
 
 def recipe_of(of_a: tuple[Tensor, Sequence[int]], of_b: tuple[Tensor, Sequence[int]]) -> Recipe | None:
-    """The recipe of the scales of an A and of a B, each with the operand's shape; None where they do not go together."""
+    """The recipe of the scales of an A and of a B, each given with the operand's shape; None if they are of none."""
     return next((each for each in RECIPES if _covers_a(each.a, *of_a) and _covers_b(each.b, *of_b)), None)
 
 

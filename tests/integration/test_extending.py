@@ -67,12 +67,12 @@ def test_a_new_implementation_is_a_row_an_entry_and_a_plan(monkeypatch: pytest.M
     from asynctp_kernels.cuda import explanation, implementations
     from asynctp_kernels.cuda.choose.implementation import Choice, Implementation
     from asynctp_kernels.cuda.choose.wire import DIRECT, TRANSPORTS
-    from asynctp_kernels.cuda.plans.gather_call import GatherCall
+    from asynctp_kernels.cuda.facts import GatherFacts
 
-    def no_bias(call: GatherCall) -> str | None:
+    def no_bias(call: GatherFacts) -> str | None:
         return "a bias, which it does not add" if any(bias is not None for bias in call.biases) else None
 
-    def plan(call: GatherCall, memory: object, choice: Choice) -> str:
+    def plan(call: GatherFacts, memory: object, choice: Choice) -> str:
         return f"the plan of {choice.implementation}"
 
     entry = Implementation("mine", (no_bias,), lambda *facts: 0.5, plan)
@@ -83,7 +83,7 @@ def test_a_new_implementation_is_a_row_an_entry_and_a_plan(monkeypatch: pytest.M
     a, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((4, 64), (64, 72)))
     bias = torch.empty(72, dtype=torch.bfloat16, device="meta")
     plain, added = (
-        GatherCall(a, None, [w], [], [one], 0, False, torch.bfloat16, False, False, 2) for one in (None, bias)
+        GatherFacts(a, None, [w], [], [one], 0, False, torch.bfloat16, False, False, 2) for one in (None, bias)
     )
     choice = explanation.explain_gather(plain)
     assert choice.implementation == "mine"
