@@ -73,7 +73,7 @@ def test_all_reduce(implementation: str, rows: tuple[int, ...], options: dict[st
     if implementation == "fused" and rows == (50,):
         pytest.skip("its parts are whole rows")
     call, checked = scatter_call(rows, (64,), 80, **options), []
-    flat = replace(call, a_parts=[call.a_parts[0].view(-1, 64)], dim=0)
+    flat = replace(call, a_parts=[call.a_parts[0].view(-1, 64)], scatter_dim=0)
     mine = whole(flat, "decomposed").bfloat16().view(WORLD, -1)
     signature = replace(flat, scatter_dim=None).wire.signature(PUSH)
     sums = torch.randn(mine.shape).bfloat16()
@@ -484,7 +484,7 @@ def test_a_rank_whose_scatter_is_refused_tells_so_by_its_next_calls(here: Machin
         for made in range(1, 3):
             here.log.clear()
             with pytest.raises(ValueError, match="asynctp: no"):
-                op(here, replace(scatter, dim=-2), refuse)
+                op(here, replace(scatter, scatter_dim=-2), refuse)
             assert here.log == []
             assert here.memory.skipped == made
         assert op(here, scatter) is not None

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 def quantized_operands(graph: Graph) -> list[Node]:
     """The left operands and row scales of scaled matmuls on gathered rows, before or after the pass."""
     fused = [node for node in graph.nodes if node.target is torch.ops.asynctp.all_gather_matmul.default]
-    return [node.args[index] for node in fused for index in (0, 1)]
+    return [operand for node in fused for operand in (node.args[0], node.kwargs["a_scale"])]
 
 
 @pytest.mark.parametrize(
