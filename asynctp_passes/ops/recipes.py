@@ -1,4 +1,4 @@
-"""Recipes of scales: what one scale covers, of A and of B, and for which operands. A new recipe is a row of `RECIPES`.
+"""Recipes of scales: the part of A and of B that one scale covers, and for which operands. A new recipe is a row of `RECIPES`.
 
 Checks and reference programs read the rows, and so does what reads, places and emits a program's scales. Two more
 places know the recipes of blocks by their names: torch's spellings of them (`ir.scales`), and cuBLAS
@@ -35,16 +35,19 @@ SCALE_DTYPE = torch.float32
 
 @dataclass(frozen=True)
 class Cover:
-    """What one scale of an operand covers, by a name for people.
+    """The part of an operand that one scale covers.
 
     Attributes:
+        name: For people.
         lines: Rows of A, or columns of B; 0: all of them.
         depth: Elements of such a line along K; 0: all of them.
+        scaling_type: The value of `torch.nn.functional.ScalingType`.
     """
 
     name: str
     lines: int
     depth: int
+    scaling_type: int
 
     def shape_of_a(self, a: Sequence[int]) -> tuple[int, ...] | None:
         """The shape of the scales of an A [*, M, K], [*, M/lines, K/depth]; None where rows are no whole blocks."""
@@ -67,7 +70,7 @@ class Recipe:
     """How A and B are scaled together.
 
     Attributes:
-        a, b: What a scale of each covers.
+        a, b: The part of each that a scale covers.
         dtypes: Of the operands.
     """
 
@@ -81,13 +84,18 @@ class Recipe:
         return self.a.name, self.b.name
 
     @property
+    def scaling_types(self) -> tuple[int, int]:
+        """Torch's names of them, as values."""
+        return self.a.scaling_type, self.b.scaling_type
+
+    @property
     def in_blocks(self) -> bool:
         """A sum over K has several scales."""
         return self.a.depth > 0
 
 
-ONE, ROWS = Cover("one", 0, 0), Cover("rows", 1, 0)
-LINES, SQUARES = Cover("1x128", 1, BLOCK), Cover("128x128", BLOCK, BLOCK)
+ONE, ROWS = Cover("one", 0, 0, 0), Cover("rows", 1, 0, 1)
+LINES, SQUARES = Cover("1x128", 1, BLOCK, 4), Cover("128x128", BLOCK, BLOCK, 5)
 RECIPES = (
     Recipe(ONE, ONE),
     Recipe(ONE, ROWS),

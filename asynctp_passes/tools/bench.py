@@ -406,7 +406,7 @@ def kind_of(arguments: Arguments) -> str:
     rowwise = any(math.prod(shape) > 1 for shape in shapes)
     blocks = any(len(shape) == 2 and shape[0] > 1 for shape in shapes)
     scales = "-blocks" if blocks else "-rowwise" if rowwise else ""
-    return f"fp8{scales}{'' if arguments['use_fast_accum'] else '-precise'}"
+    return f"fp8{scales}{'' if arguments.get('use_fast_accum') else '-precise'}"
 
 
 def _each(scale: Tensor | None, shape: torch.Size) -> Tensor:

@@ -1,4 +1,4 @@
-"""What decides how a call is run: the arguments of its op in a group of so many ranks, and what follows from them.
+"""Facts that decide how a call is run: the arguments of its op, the ranks of its group, and what follows from them.
 
 Fields have the names of the op's arguments, whose meaning is told there (`asynctp_passes.ops.calls`). `of` takes them
 from an op's call, which has them as attributes. An optional argument that a call has, and that is no field, is unknown:
