@@ -1,8 +1,8 @@
-"""Recipes of scales: the part of A and of B that one scale covers, and for which operands. A new recipe is a row of `RECIPES`.
+"""Recipes of scales: the part of A and of B that one scale covers, and for which operands.
 
-Checks and reference programs read the rows, and so does what reads, places and emits a program's scales. Two more
-places know the recipes of blocks by their names: torch's spellings of them (`ir.scales`), and cuBLAS
-(`asynctp_kernels.cuda.gemm.cublas`).
+A new recipe is a row of `RECIPES`, which checks, reference programs, and the pass's reading of scales take their facts
+from. How scales lie in memory is told where they are read and used: torch's spellings (`ir.scales`), torch's matmul
+(`reference`), and cuBLAS (`asynctp_kernels.cuda.gemm.cublas`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Cover:
         name: For people.
         lines: Rows of A, or columns of B; 0: all of them.
         depth: Elements of such a line along K; 0: all of them.
-        scaling_type: The value of `torch.nn.functional.ScalingType`.
+        scaling_type: Torch's name of it, as a value of `torch.nn.functional.ScalingType`.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Recipe:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of A's and B's scales."""
+        """The names of both."""
         return self.a.name, self.b.name
 
     @property
     def scaling_types(self) -> tuple[int, int]:
-        """Torch's names of them, as values."""
+        """The values of `torch.nn.functional.ScalingType`."""
         return self.a.scaling_type, self.b.scaling_type
 
     @property
