@@ -584,7 +584,7 @@ def test_calls_of_a_report(tmp_path: Path) -> None:
     assert [ranks for _, _, ranks in cli.calls_of_report(path)] == [4, 2]
     for ranks, rows in ((4, 256), (2, 128)):
         op, arguments = bench.built_in("gather", "bf16", rows, 32, 48, ranks)
-        assert list(bench.calls(options, ranks)) == [(op, arguments | {"all_keep": None})]
+        assert list(bench.calls(options, ranks)) == [(op, arguments)]
 
 
 @pytest.mark.parametrize(("sizes", "given", "ranks"), [([2], [], 2), ([2, 4], ["--ranks", "4"], 4)])
