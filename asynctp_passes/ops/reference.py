@@ -176,10 +176,8 @@ def _product_in_blocks(
         b = b.t().contiguous().t()
     of_a = _columns_first(a_scale) if recipe.a.lines == 1 else _padded_columns(a_scale.t())
     of_b = _columns_first(b_scale.t()) if recipe.b.lines == 1 else _padded_columns(b_scale)
-    operands, fits = (
-        (rows, b, of_a, of_b, recipe.scaling_types),
-        bias is None or bias.dtype == out_dtype != torch.float32,
-    )
+    operands = (rows, b, of_a, of_b, recipe.scaling_types)
+    fits = bias is None or bias.dtype == out_dtype != torch.float32
     if fits:
         row = None if bias is None else bias.reshape(-1)
         return compat.scaled_mm_in_blocks(*operands, row, out_dtype, use_fast_accum)
