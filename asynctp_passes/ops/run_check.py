@@ -30,7 +30,7 @@ from torch import Tensor
 
 from asynctp_passes import compat
 from asynctp_passes.errors import DisagreementError
-from asynctp_passes.ops.registration import register
+from asynctp_passes.ops.register import register
 from asynctp_passes.waiting import looks, ranks_named
 
 __all__ = ["begin", "has_begun", "is_awaited", "run_check"]
