@@ -26,6 +26,7 @@ from asynctp_passes import compat, joint_pass, ops, partition_pass, pipeline
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
 from asynctp_passes.ir import registry
+from asynctp_passes.ops import call_sites
 from asynctp_passes.ranks import leaving
 from asynctp_passes.ranks.accord import ask
 from asynctp_passes.reporting import files, graph_page
@@ -152,7 +153,7 @@ class _OwnPass:
         drawn = self.config.graph_dir or ""  # a graph that is cached is not drawn
         # all-to-alls by gather, which are told apart by the rank's number (`missed_gather`), are of CPUs
         places = "" if compat.uses_gpus() else ",".join(str(compat.rank_in_group(name)) for name in mesh)
-        versions = (sources_digest(), str(torch.__version__))
+        versions = (sources_digest(), str(torch.__version__), f"calls {call_sites.VERSION}")
         parts = (*versions, self.config.digest(), registry.digest(), runs, groups, places, drawn)
         return "-".join(parts).encode()
 

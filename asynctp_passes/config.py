@@ -32,7 +32,7 @@ __all__ = [
 
 Strict = Literal["off", "zero", "all"]
 Rematerialize = Literal["auto", "always", "never"]
-_SWITCHES = ("bucket", "store_scales", "deviate", "log", "trace")
+_SWITCHES = ("bucket", "store_scales", "deviate", "direct", "log", "trace")
 _NOT_DECISIVE = ("log", "trace", "report_file", "graph_dir")
 _STRICT_LEVELS = ("off", "zero", "all")
 _REMATERIALIZE_MODES = ("auto", "always", "never")
@@ -89,6 +89,8 @@ class Config:
         deviate: Let ranks send something cheaper than the program's collectives do, where all of them can: fp8 in place
             of what is quantized afterwards, or one sum in place of several. Without it, ranks may compile whatever they
             like, whenever they like. With it they ask one another when compiling: what one does not do, none does.
+        direct: Let the code that Inductor generates call the fused ops without torch's dispatcher, once it has called
+            them. Otherwise, and where that cannot be done, each call is one of `torch.ops`: the host takes longer.
         log: Log an entry per collective (MISSED as warning, the others as info).
         trace: Emit each report as a structured-trace artifact, which tlparse shows.
         report_file: Append each report to this file as one line of JSON; None writes none.
@@ -111,6 +113,7 @@ class Config:
     store_scales: bool = True
     rematerialize: Rematerialize = "auto"
     deviate: bool = True
+    direct: bool = True
     log: bool = True
     trace: bool = True
     report_file: str | None = None

@@ -6,6 +6,7 @@ from torch import fx
 
 from asynctp_passes.config import Config
 from asynctp_passes.ir.traversal import phase_of
+from asynctp_passes.ops import call_sites
 from asynctp_passes.planning.plan import planned, questions_of, with_accords, without_refused
 from asynctp_passes.ranks.undo import UndoOnError
 from asynctp_passes.reporting.build import report_of, with_calls
@@ -55,7 +56,8 @@ def _fuse(graph: fx.Graph, config: Config, attempt: UndoOnError) -> Report:
     plan = with_accords(without_refused(wanted, answers), answers)
     report = report_of(graph, plan, config, questions, answers)
     raise_if_strict(graph, report, config)
-    return with_calls(report, rewrite(graph, plan))
+    calls = rewrite(graph, plan)
+    return with_calls(report, calls, call_sites.mark(graph, config.direct) if calls else "")
 
 
 def _require_graph(graph: object) -> None:

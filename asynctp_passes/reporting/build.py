@@ -253,10 +253,10 @@ def _amount(whole: fx.Node, ranks: int) -> str:
     return describe(whole) + ("" if count is None else f" ({count} bytes)")
 
 
-def with_calls(report: Report, calls: Mapping[str, Mapping[str, Any]]) -> Report:
-    """The report with what the fused ops are called with, by the name of the collective that each replaced."""
+def with_calls(report: Report, calls: Mapping[str, Mapping[str, Any]], called: str) -> Report:
+    """The report with what the fused ops are called with, by the name of the collective that each replaced, and how."""
     remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
-    return dataclasses.replace(report, remarks=remarks)
+    return dataclasses.replace(report, remarks=remarks, called=called)
 
 
 def _with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:

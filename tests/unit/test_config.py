@@ -29,6 +29,7 @@ OTHERS: dict[str, Any] = {
     "min_flops": 1,
     "bucket": False,
     "deviate": False,
+    "direct": False,
     "store_scales": False,
     "rematerialize": "always",
 }
@@ -55,6 +56,7 @@ BAD = [
     ("rematerialize", "some", "one of ('auto', 'always', 'never')"),
     ("rematerialize", False, "one of ('auto', 'always', 'never')"),
     ("deviate", "never", "True or False"),
+    ("direct", 1, "True or False"),
     ("log", 1, "True or False"),
     ("trace", "yes", "True or False"),
     ("report_file", "", "a path, or None"),
@@ -102,6 +104,7 @@ GOOD_VARIABLES = [
     ("ASYNCTP_STORE_SCALES", "off", "store_scales", False),
     ("ASYNCTP_REMATERIALIZE", "always", "rematerialize", "always"),
     ("ASYNCTP_DEVIATE", "0", "deviate", False),
+    ("ASYNCTP_DIRECT", "0", "direct", False),
     ("ASYNCTP_LOG", "OFF", "log", False),
     ("ASYNCTP_LOG", "1", "log", True),
     ("ASYNCTP_TRACE", "false", "trace", False),

@@ -20,7 +20,7 @@ KERNELS = ROOT / "kernels" / "asynctp_kernels"
 
 
 ROWS = (
-    ("config", "compat", "reasons", "errors", "waiting"),
+    ("config", "compat", "torch_private", "reasons", "errors", "waiting"),
     ("ops", "ir"),
     ("layout",),
     ("matching",),
@@ -58,6 +58,7 @@ CUDA_ROWS = (
     ("explanation", "groups", "plan_cache"),
     ("moves",),
     ("calls",),
+    ("bound_calls",),
     ("__init__",),
 )
 """The rooms of `asynctp_kernels.cuda`."""
@@ -281,6 +282,7 @@ def first_private(name: str) -> str:
 def test_private_torch_is_in_compat_only() -> None:
     found = {module: private_names(tree) for module, tree in modules(PASSES).items()}
     assert found.pop("compat")
+    assert found.pop("torch_private/inductor_calls")
     assert {module: names for module, names in found.items() if names} == PRIVATE_TORCH
 
 

@@ -1,6 +1,7 @@
 """The fused ops on NVIDIA GPUs: `run_gather` and `run_reduce` run a call, `explain` says how.
 
     calls             run a fused call                 groups       the memory of a group
+    bound_calls       one whose plan is found once
     moves             collectives without a matmul     plan_cache   plans that were made
     explanation       how a call would be run       facts        what decides it
     implementations   the table of all of them, and `legality`, the checks of their refusals
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import sys
 
+from asynctp_kernels.cuda.bound_calls import bind
 from asynctp_kernels.cuda.calls import run_gather, run_reduce
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.implementation import Choice
@@ -28,6 +30,7 @@ __all__ = [
     "Mover",
     "Stamps",
     "all_gather",
+    "bind",
     "choice_for",
     "explain",
     "forced",

@@ -29,6 +29,8 @@ from asynctp_kernels.cuda.runtime.memory import GroupMemory
 
 CheckCall = Callable[[Any], None]
 Program = Callable[[Any, Mover], Any]
+Operands = tuple[Any, ...]
+Key = tuple[Any, ...]
 
 
 made: Counter[tuple[str, str]] = Counter()
@@ -50,28 +52,23 @@ def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
     group = call.group_name if not isinstance(call.group_name, str) else group_resolver()(call.group_name)
-    a_shard, a_scale, bs, b_scales = call.a_shard, call.a_scale, call.bs, call.b_scales or ()
-    biases, along = call.biases, call.along_shard
-    memory = memory_for(group, a_shard.device)
+    memory = memory_for(group, call.a_shard.device)
     if memory is None:
         made[call.op, "sequential"] += 1
         check(call)
         return program(call, Mover(group, call.kept, call.accord))
-    key = (
-        call.values, memory.skipped, select.requested(), stamps.requested(),
-        *keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along),
-    )  # fmt: skip
+    operands, key = _of_gather(call, memory)
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
-        check_taking_part(partial(check, call), Mover(group, call.kept, call.accord), a_shard, call.travels)
+        check_taking_part(partial(check, call), Mover(group, call.kept, call.accord), call.a_shard, call.travels)
         plan = keep(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:
-        return in_step(memory, plan.run, a_shard, a_scale, bs, b_scales, biases, along)
+        return in_step(memory, plan.run, *operands)
     if isinstance(plan, OwnProgram):
         return program(call, Mover(group, call.kept, call.accord))
-    return plan.run(a_shard, a_scale, bs, b_scales, biases, along)
+    return plan.run(*operands)
 
 
 def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
@@ -86,18 +83,7 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
         made[call.op, "sequential"] += 1
         check(call)
         return program(call, Mover(group, accord=call.accord))
-    a_parts, b_parts, a_scales, b_scales = call.a_parts, call.b_parts, call.a_scales or (), call.b_scales or ()
-    added = call.added
-    whole = call.scatter_dim is None
-    if whole:
-        a_parts, b_parts, a_scales = as_rows(a_parts, b_parts, a_scales)
-        added = None if added is None else flat(added)
-    operands = (a_parts, b_parts, a_scales, b_scales, call.biases, added)
-    times = nonunit(call.factors) if call.factors else ()
-    key = (
-        call.values, times, memory.skipped, select.requested(), stamps.requested(),
-        *keys_of(*a_parts, *b_parts, *a_scales, *b_scales, *call.biases, added),
-    )  # fmt: skip
+    operands, key = _of_reduction(call, memory)
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
         check_or_skip(partial(check, call), memory)
@@ -111,7 +97,36 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
     else:
         sums = plan.run(*operands)
     a = call.a_parts[0]
-    return sums.view(*a.shape[:-1], sums.shape[-1]) if whole and a.ndim != 2 else sums
+    return sums.view(*a.shape[:-1], sums.shape[-1]) if call.scatter_dim is None and a.ndim != 2 else sums
+
+
+# --- what a plan is found by, and run with ---------------------------------------------------------------------------
+def plan_of(call: Any, memory: GroupMemory) -> Any:
+    """The plan of a call that has been made; None where there is none, or none any more."""
+    _, key = _of_gather(call, memory) if hasattr(call, "a_shard") else _of_reduction(call, memory)
+    return memory.plans.get(key)
+
+
+def _of_gather(call: Any, memory: GroupMemory) -> tuple[Operands, Key]:
+    """The operands that the plan of a call is run with, and all that decides which plan that is."""
+    a_shard, a_scale, bs, b_scales = call.a_shard, call.a_scale, call.bs, call.b_scales or ()
+    biases, along = call.biases, call.along_shard
+    facts = keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along)
+    key = (call.values, memory.skipped, select.requested(), stamps.requested(), *facts)
+    return (a_shard, a_scale, bs, b_scales, biases, along), key
+
+
+def _of_reduction(call: Any, memory: GroupMemory) -> tuple[Operands, Key]:
+    """The same of a reduction."""
+    a_parts, b_parts, a_scales, b_scales = call.a_parts, call.b_parts, call.a_scales or (), call.b_scales or ()
+    biases, added = call.biases, call.added
+    if call.scatter_dim is None:
+        a_parts, b_parts, a_scales = as_rows(a_parts, b_parts, a_scales)
+        added = None if added is None else flat(added)
+    times = nonunit(call.factors) if call.factors else ()
+    facts = keys_of(*a_parts, *b_parts, *a_scales, *b_scales, *biases, added)
+    key = (call.values, times, memory.skipped, select.requested(), stamps.requested(), *facts)
+    return (a_parts, b_parts, a_scales, b_scales, biases, added), key
 
 
 def _plan(call: Any, memory: GroupMemory) -> Any:

@@ -27,7 +27,6 @@ def keys_of(*tensors: Tensor | None) -> list[tuple[Any, ...] | None]:
 def keep(memory: GroupMemory, key: object, plan: Any) -> Any:
     """Remember a plan; with dynamic shapes there are many, so they are all forgotten now and then."""
     if len(memory.plans) >= MAX_PLANS and not driver.capturing():
-        memory.plans.clear()
-        memory.recordings.clear()
+        memory.forget_plans()
     memory.plans[key] = plan
     return plan

@@ -135,6 +135,7 @@ class GroupMemory:
         turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
         failure: why the memory must not be used again. error: the error that told so, if the watch found it.
         released: nobody may use it any more.
+        generation: how often all plans were forgotten: those of before must not run any more.
         skipped: calls that this rank has left out, since they ended with an error. made: calls that it has made.
         growing: the call, in words, for which this rank is making more memory; empty for none.
         calls: what ranks tell each other about their calls.
@@ -160,6 +161,7 @@ class GroupMemory:
     failure: str | None = None
     error: Exception | None = None
     released: bool = False
+    generation: int = 0
     skipped: int = 0
     made: int = 0
     growing: str = ""
@@ -204,6 +206,10 @@ class GroupMemory:
         if group is None:
             raise SymmetricMemoryError(f"group '{self.group_name}' has been destroyed")
         return group
+
+    def is_of(self, group: ProcessGroup) -> bool:
+        """Whether this is the memory of that very group, and not of an earlier one of its name, and is not released."""
+        return self._group() is group and not self.released
 
     # --- order of calls ----------------------------------------------------------------------------------
     def fork(self, stream: int) -> None:
@@ -541,9 +547,14 @@ class GroupMemory:
         if found is not None and self.captured:
             self.retired.append((name, found))
         self.areas[name] = area
+        self.forget_plans()
+        return area
+
+    def forget_plans(self) -> None:
+        """Drop all plans, and what was recorded of their calls. Who keeps one looks at `generation` each time."""
+        self.generation += 1
         self.plans.clear()
         self.recordings.clear()
-        return area
 
     def direct(self, slot_bytes: int) -> tuple[Area, Area]:
         """The landings of the direct kernels, two slots of at least `slot_bytes`, and their words, of two shots."""
@@ -613,8 +624,7 @@ def release(group: ProcessGroup) -> None:
     if found is not None:
         driver.synchronize(found.device)
         found.failure, found.released = "it was released", True
-        found.plans.clear()
-        found.recordings.clear()
+        found.forget_plans()
 
 
 def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:

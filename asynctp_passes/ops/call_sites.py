@@ -1,0 +1,146 @@
+"""Calls of the fused ops from the code that Inductor generates: each is an object that is bound to one place there.
+
+    asynctp_passes_12ac = asynctp_bind(1, "('all_gather_matmul', {'gather_dim': 0, ...}, ('a_shard', 'bs'), False)")
+    ...
+    buf3 = asynctp_passes_12ac(arg0_1, [arg2_1])
+
+The first call is the op's. Where kernels made it, the site has its plan from then on (`asynctp_kernels.cuda.bind`), and
+calls do without torch's dispatcher, arguments that do not change, and the look-up of the plan. What may change is
+looked at in each call: sizes that are not constant, who watches, the group of the name and its memory, the device, and
+whether a capture is under way. Where anything is otherwise, the call is one of the op: the same kernels run, in the
+same order. A site keeps no process group, and no memory of one.
+
+The code may come out of Inductor's caches, in another process; binding touches no group and no GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from asynctp_passes import compat
+from asynctp_passes.ops.calls import OPS, SIGNATURES
+from asynctp_passes.ops.choice import kernels_for
+from asynctp_passes.torch_private import inductor_calls
+
+__all__ = ["VERSION", "CallSite", "bind", "mark"]
+
+log = logging.getLogger("asynctp_passes.ops")
+
+VERSION = 1
+"""Of the text that sites are bound with, which graphs in Inductor's caches have."""
+MOST_SIZES = 64
+"""Of one site: plans for so many sizes are known at a time."""
+_UNKNOWN, _BY_THE_OP = object(), object()
+
+
+def mark(graph: fx.Graph, direct: bool) -> str:
+    """Have the fused ops of a graph called from places that they are bound to, if `direct` and if that can be.
+
+    Returns:
+        How they are called, in words; nothing where no code is generated.
+    """
+    if not compat.is_compiled(graph):
+        return ""
+    ops = [getattr(torch.ops.asynctp, name).default for name in OPS]
+    reason = "direct=False" if not direct else inductor_calls.hindrance()
+    if reason is None and not inductor_calls.write_calls(ops, f"{__name__}.bind", VERSION):
+        reason = f"Inductor of torch {torch.__version__} has no lines of an op's own"
+    if reason is not None:
+        return f"by torch.ops ({reason})"
+    inductor_calls.mark(graph)
+    return "directly"
+
+
+def bind(version: int, text: str) -> Callable[..., Any]:
+    """Give the object that a line of generated code calls, for the version and the text that the code has.
+
+    Of another version it calls the op each time, and a warning says so.
+    """
+    op, constants, tensors, sized = ast.literal_eval(text)
+    constants = {name: _value(constant) for name, constant in constants.items()}
+    if version == VERSION:
+        return SizedCallSite(op, constants, tensors) if sized else CallSite(op, constants, tensors)
+    log.warning(
+        "asynctp: code that another version of asynctp has generated calls %s, which takes the host longer. Remedy: "
+        "empty Inductor's caches (TORCHINDUCTOR_CACHE_DIR), or run that version",
+        op,
+    )
+
+    def call(*given: Any) -> Any:
+        return getattr(torch.ops.asynctp, op)(**constants, **dict(zip(tensors, given[sized:], strict=True)))
+
+    return call
+
+
+def _value(constant: Any) -> Any:
+    return getattr(torch, constant[1]) if isinstance(constant, tuple) else constant
+
+
+class CallSite:
+    """A call of an op that is made again and again, with tensors of the same shapes, strides and dtypes.
+
+    Args:
+        op: The op's name.
+        constants: Its arguments that are no tensors, by name.
+        tensors: The names of those that are given in each call.
+
+    Attributes:
+        direct: How many calls were not made by the op.
+    """
+
+    def __init__(self, op: str, constants: dict[str, Any], tensors: tuple[str, ...]) -> None:
+        self.op, self.direct = op, 0
+        signature = SIGNATURES[op]
+        self._overload, self._call = getattr(torch.ops.asynctp, op).default, signature.call
+        values = {**dict.fromkeys(tensors), **constants}
+        self._arguments = signature.in_order(values)
+        self._places = [signature.names.index(name) for name in tensors]
+        self._bound: dict[tuple[int, ...], Any] = {}
+
+    def __call__(self, *tensors: Any) -> Any:
+        """Make the call, with the tensors in the schema's order."""
+        return self._made((), tensors)
+
+    def _made(self, sizes: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
+        """Make the call; sizes: all that the tensors' shapes and strides depend on."""
+        bound = self._bound.get(sizes, _UNKNOWN)
+        if bound is _BY_THE_OP or inductor_calls.is_watched():
+            return self._overload(*self._filled(tensors))
+        if bound is not _UNKNOWN and (found := bound(*tensors)) is not None:
+            self.direct += 1
+            return found
+        arguments = self._filled(tensors)
+        results = self._overload(*arguments)
+        if bound is _UNKNOWN or not bound.holds():
+            self._bind(sizes, arguments)
+        return results
+
+    def _filled(self, tensors: tuple[Any, ...]) -> list[Any]:
+        """The op's arguments."""
+        arguments = self._arguments.copy()
+        for place, tensor in zip(self._places, tensors, strict=True):
+            arguments[place] = tensor
+        return arguments
+
+    def _bind(self, sizes: tuple[int, ...], arguments: list[Any]) -> None:
+        """Have the plan of the call that the op has just made."""
+        call = self._call(*arguments)
+        kernels = kernels_for(call.first)
+        if len(self._bound) >= MOST_SIZES:
+            self._bound.clear()
+        make = getattr(kernels, "bind", None)
+        self._bound[sizes] = _BY_THE_OP if make is None else make(call) or _BY_THE_OP
+
+
+class SizedCallSite(CallSite):
+    """A call site whose tensors' shapes depend on sizes, which are given first."""
+
+    def __call__(self, sizes: tuple[int, ...], *tensors: Any) -> Any:
+        """Make the call, with the tensors in the schema's order."""
+        return self._made(sizes, tensors)

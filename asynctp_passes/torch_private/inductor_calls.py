@@ -1,0 +1,163 @@
+"""The lines by which the code that Inductor generates calls ops: of a marked graph's, calls of objects bound to them.
+
+    site_12ac = bind(1, "...all that is constant...")    where the module is imported
+    buf0 = site_12ac(arg0_1, [arg1_1])                   in place of torch.ops.<namespace>.<op>.default(...)
+
+Inductor has a table of ops that write their own line (`CUSTOM_EXTERN_KERNEL_CODEGEN`). Only the line differs: to
+Inductor the node stays what it is, so aliasing, order, memory and sizes are as without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd import profiler
+
+_MARK = "asynctp_bound_calls"
+_TENSORS = ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]")
+
+
+class Unwritable(Exception):
+    """A call that keeps the op's own line."""
+
+
+def mark(graph: fx.Graph) -> None:
+    """Have calls in a graph, and in those that it runs, be written as calls of bound objects (`write_calls`)."""
+    if graph.owning_module is not None:
+        graph.owning_module.meta[_MARK] = True
+
+
+def _is_marked() -> bool:
+    """True while Inductor generates code for a graph that is marked, or one that such a graph runs."""
+    from torch._inductor.virtualized import V
+
+    lowering: Any = V.graph
+    while lowering is not None:
+        if getattr(lowering.module, "meta", {}).get(_MARK):
+            return True
+        lowering = getattr(lowering, "parent", None)
+    return False
+
+
+def hindrance() -> str | None:
+    """The option of Inductor by which every call keeps the op's line; None where there is none."""
+    from torch._inductor import config
+
+    wanted = {"cpp_wrapper": False, "fx_wrapper": False, "generate_intermediate_hooks": False, "size_asserts": True}
+    # without size_asserts nobody has looked whether tensors have the strides that they were compiled for
+    found = {name: getattr(config, name, value) for name, value in wanted.items()}
+    return next((f"{name}={found[name]}" for name, value in wanted.items() if found[name] != value), None)
+
+
+def write_calls(ops: Iterable[torch._ops.OpOverload], binder: str, version: int) -> bool:
+    """Let Inductor write calls of these ops in marked graphs as calls of what `binder(version, text)` gives.
+
+    Other graphs keep the ops' lines, and so do calls with something else than tensors and constants.
+
+    Args:
+        ops: The ops. Of their arguments, tensors and lists of such are given in the call, all others in `text`.
+        binder: Where the function is: `module.name`.
+        version: Of what `text` says: `(op, constants by name, names of tensors, whether sizes are given first)`, as
+            Python writes it. A dtype is written as `("dtype", name)`.
+
+    Returns:
+        False where this torch has no such table, and every call keeps the op's line.
+    """
+    try:
+        from torch._inductor.codegen.custom_extern_kernel_codegen import CUSTOM_EXTERN_KERNEL_CODEGEN, CustomCodegen
+        from torch._inductor.codegen.wrapper import ExternKernelAllocLine
+    except ImportError:
+        return False
+
+    def write(node: Any, writeline: Callable[[Any], None]) -> None:
+        from torch._inductor.virtualized import V
+
+        try:
+            writeline(_line(node, binder, version))
+        except Unwritable:
+            writeline(ExternKernelAllocLine(V.graph.wrapper_code, node))
+
+    for op in ops:
+        CUSTOM_EXTERN_KERNEL_CODEGEN[f"torch.ops.{op}"] = CustomCodegen(python=write)
+    return True
+
+
+@dataclasses.dataclass
+class _Reference:
+    """The name of a tensor in the generated code, or an expression that makes a view of one."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _line(node: Any, binder: str, version: int) -> str:
+    """The line of a call, once the object that it calls is bound where the module is imported.
+
+    Raises:
+        Unwritable: It has to be the op's.
+    """
+    from torch._inductor.codegen import wrapper as codegen
+    from torch._inductor.virtualized import V
+
+    wrapper: Any = V.graph.wrapper_code
+    plain = type(wrapper) in (codegen.PythonWrapperCodegen, codegen.SubgraphPythonWrapperCodegen)
+    if not plain or hindrance() is not None or not _is_marked():
+        raise Unwritable
+    references = [_Reference(each.codegen_reference()) for each in node.inputs]
+    args, kwargs = node.unflatten_args(references, node.constant_args)
+    schema = node.op_overload._schema
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    tensors = [argument.name for argument in schema.arguments if str(argument.type) in _TENSORS]
+    while tensors and given.get(tensors[-1]) is None:
+        tensors.pop()
+    constants = {name: _constant(value) for name, value in given.items() if name not in tensors and value is not None}
+    sizes = _sizes(node.inputs, wrapper)
+    text = repr((schema.name.partition("::")[2], constants, tuple(tensors), bool(sizes)))
+    name = f"{binder.partition('.')[0]}_{hashlib.sha256(f'{version} {text}'.encode()).hexdigest()[:12]}"
+    module, _, function = binder.rpartition(".")
+    wrapper.add_import_once(f"from {module} import {function} as asynctp_{function}")
+    wrapper.add_import_once(f"{name} = asynctp_{function}({version}, {text!r})")
+    operands = [wrapper.val_to_arg_str(given.get(each)) for each in tensors]
+    first = [f"({', '.join(sizes)},)"] if sizes else []
+    return f"{node.get_name()} = {name}({', '.join([*first, *operands])})"
+
+
+def _constant(value: Any) -> Any:
+    """An argument as the text says it."""
+    if isinstance(value, torch.dtype):
+        return ("dtype", str(value).removeprefix("torch."))
+    if isinstance(value, (list, tuple)):
+        return [_constant(each) for each in value]
+    if getattr(value, "is_Integer", False):
+        return int(value)
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    raise Unwritable
+
+
+def _sizes(inputs: Sequence[Any], wrapper: Any) -> list[str]:
+    """All that sizes and strides of the tensors depend on, as the generated code names it."""
+    found = set[Any]()
+    for each in inputs:
+        if not hasattr(each, "get_size") or not hasattr(each, "get_stride"):
+            raise Unwritable
+        for size in (*each.get_size(), *each.get_stride()):
+            found |= getattr(size, "free_symbols", set())
+    return [wrapper.codegen_sizevar(symbol) for symbol in sorted(found, key=str)]
+
+
+def is_watched() -> bool:
+    """Whether a call should be one of the op, since somebody looks at ops: a profiler, a dispatch mode, autograd."""
+    return (
+        profiler._is_profiler_enabled
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.is_grad_enabled()
+        or torch._C._autograd._profiler_enabled()
+    )
