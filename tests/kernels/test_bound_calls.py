@@ -1,0 +1,221 @@
+"""Bound calls do what the op does, and stop where anything has changed that the op would look at."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from asynctp_kernels import cuda
+from asynctp_kernels.cuda import calls
+from asynctp_kernels.errors import SymmetricMemoryError
+from bound import bound, named_group, operands
+from cuda_stubs import Copied, Group, Machine, gather_call, machine, scatter_call
+from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, TENSORWISE, WORLD, op
+from torch import Tensor
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "gather": lambda: gather_call((192,), 64, (72,)),
+    "gather, A returned": lambda: gather_call((192,), 64, (72, 8), full=True, bias=True),
+    "gather, scales": lambda: gather_call((192,), 64, (80,), **ROWWISE, travels=True),
+    "gather, numbers along": lambda: gather_call((192,), 64, (80,), **TENSORWISE, along=True),
+    "scatter": lambda: scatter_call((768,), (64,), 72),
+    "scatter of a sum": lambda: scatter_call((2, 400), (64, 8), 72, dim=1, added=True),
+    "scatter, scales": lambda: scatter_call((768,), (64,), 80, **ROWWISE, bias=True),
+    "all-reduce": lambda: replace(scatter_call((64,), (64,), 72), scatter_dim=None),
+    "all-reduce of rows of rows": lambda: replace(scatter_call((2, 32), (64,), 72, added=True), scatter_dim=None),
+}
+
+
+@pytest.fixture
+def here() -> Iterator[Machine]:
+    with machine(RANK, WORLD) as made, named_group(made):
+        made.kernels = {}  # nothing is computed
+        yield made
+
+
+def made_by(here: Machine, do: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    """What a call gives, and what it asks the driver for."""
+    here.log.clear()
+    return do(), list(here.log)
+
+
+def kinds(log: list[Any]) -> list[Any]:
+    """What was asked for, and on which stream; tensors of a call are elsewhere each time."""
+    return [(type(entry), entry.stream, getattr(getattr(entry, "prepared", None), "name", "")) for entry in log]
+
+
+def able() -> Iterator[tuple[str, str]]:
+    """(case, implementation) for all that can run it: no GEMM adds a term that is none of its matmuls."""
+    for case in CALLS:
+        for implementation in IMPLEMENTATIONS:
+            if implementation != "fused" or CALLS[case]().kind == "gather" or CALLS[case]().added is None:
+                yield case, implementation
+
+
+@pytest.mark.parametrize(("case", "implementation"), able())
+def test_a_bound_call_enqueues_what_the_op_does(case: str, implementation: str, here: Machine) -> None:
+    call = CALLS[case]()
+    with cuda.forced(implementation):
+        op(here, call)
+        expected, by_op = made_by(here, lambda: op(here, call))
+        one = bound(here, call)
+        assert one is not None
+        count = calls.made[call.op, implementation]
+        found, directly = made_by(here, lambda: one(*operands(call)))
+    assert kinds(directly) == kinds(by_op) != []
+    assert calls.made[call.op, implementation] == count + 1
+    several = [expected, found] if isinstance(expected, Tensor) else zip(expected, found, strict=True)
+    for wanted, given in [several] if isinstance(expected, Tensor) else several:
+        assert (wanted.shape, wanted.stride(), wanted.dtype) == (given.shape, given.stride(), given.dtype)
+        assert wanted.data_ptr() != given.data_ptr() or not wanted.numel()
+
+
+@pytest.fixture
+def gather(here: Machine) -> Any:
+    """A call that its op has made."""
+    call = CALLS["gather"]()
+    op(here, call)
+    return call
+
+
+def test_a_call_that_no_plan_makes_is_not_bound(here: Machine) -> None:
+    """Before its op has made it, and where the op's own program does."""
+    call = CALLS["gather"]()
+    assert bound(here, call) is None
+    here.memory  # noqa: B018  (made now)
+    assert bound(here, call) is None
+    with cuda.forced("whole"):
+        op(here, call)
+        assert bound(here, call) is None
+
+
+def changes(here: Machine) -> dict[str, Callable[[], Any]]:
+    memory = here.memory
+    name, area = next(iter(memory.areas.items()))
+    return {
+        "released": lambda: cuda.release(here.group),
+        "grown": lambda: memory.require(name, area.size + 1),
+        "forgotten": memory.forget_plans,
+        "a call was left out": lambda: setattr(memory, "skipped", memory.skipped + 1),
+        "the group is another one of its name": lambda: setattr(here, "group", Group(RANK, WORLD)),
+        "there is no such group": lambda: setattr(here, "group", None),
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "released", "grown", "forgotten", "a call was left out", "the group is another one of its name",
+        "there is no such group",
+    ],
+)  # fmt: skip
+def test_a_call_holds_no_more_after(change: str, here: Machine, gather: Any) -> None:
+    one = bound(here, gather)
+    assert one is not None
+    kept = here.group  # as a program may keep a group that it has destroyed
+    assert one(*operands(gather)) is not None
+    assert one.holds()
+    changes(here)[change]()
+    found, log = made_by(here, lambda: one(*operands(gather)))
+    assert (found, log, one.holds()) == (None, [], False)
+    assert kept is not None
+
+
+def test_a_call_waits_for_another_implementation_to_be_asked_for_no_more(here: Machine, gather: Any) -> None:
+    one = bound(here, gather)
+    assert one is not None
+    with cuda.forced("direct"):
+        assert one(*operands(gather)) is None
+        assert not one.holds()
+    with cuda.stamped():
+        assert one(*operands(gather)) is None
+    assert one(*operands(gather)) is not None
+
+
+def test_a_capture_and_another_device_are_the_ops(here: Machine, gather: Any) -> None:
+    """The call is bound still: afterwards it is made."""
+    one = bound(here, gather)
+    assert one is not None
+    here.capturing = 7
+    assert made_by(here, lambda: one(*operands(gather))) == (None, [])
+    here.capturing = 0
+    here.current_device = 3
+    assert made_by(here, lambda: one(*operands(gather))) == (None, [])
+    here.current_device = None
+    assert one.holds()
+    assert one(*operands(gather)) is not None
+
+
+def test_a_group_that_has_failed_raises_its_error(here: Machine, gather: Any) -> None:
+    one = bound(here, gather)
+    assert one is not None
+    here.memory.fail(RuntimeError("rank 2 did not come"))
+    with pytest.raises(SymmetricMemoryError, match="out of step since: RuntimeError: rank 2 did not come") as by_op:
+        op(here, gather)
+    with pytest.raises(SymmetricMemoryError) as directly:
+        one(*operands(gather))
+    assert str(directly.value) == str(by_op.value)
+
+
+def test_a_call_that_raises_half_way_is_the_groups_failure(here: Machine, gather: Any) -> None:
+    one = bound(here, gather)
+    assert one is not None
+    here.prepared.clear()  # so that no kernel can be launched
+    with pytest.raises(IndexError):
+        one(*operands(gather))
+    assert here.memory.failure is not None
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_operands_at_odd_addresses_are_copied_first(implementation: str, here: Machine) -> None:
+    """As the op does it: kernels take no address that is not a multiple of 16 bytes (`check_promises`)."""
+    call = CALLS["gather"]()
+    with cuda.forced(implementation):
+        op(here, call)
+        one = bound(here, call)
+        assert one is not None
+        odd = torch.zeros(call.a_shard.numel() + 1, dtype=call.a_shard.dtype)[1:].view(call.a_shard.shape)
+        assert odd.data_ptr() % 16
+        assert one(odd, call.bs, call.biases) is not None
+        _, log = made_by(here, lambda: one(odd, call.bs, call.biases))
+        assert odd.data_ptr() not in {entry.src for entry in log if isinstance(entry, Copied)}
+
+
+def test_it_keeps_neither_group_nor_memory(here: Machine, gather: Any) -> None:
+    one = bound(here, gather)
+    assert one is not None
+    memory, group = weakref.ref(here.memory), weakref.ref(here.group)
+    here.log.clear()
+    here.group = None
+    gc.collect()
+    assert (memory(), group()) == (None, None)
+    assert one(*operands(gather)) is None
+    assert not one.holds()
+
+
+def test_two_places_with_one_plan_take_turns(here: Machine, gather: Any) -> None:
+    """Each sends its own shard: a plan has none."""
+    with cuda.forced("fused"):
+        take_turns(here, gather)
+
+
+def take_turns(here: Machine, gather: Any) -> None:
+    op(here, gather)
+    first, second = bound(here, gather), bound(here, gather)
+    assert first is not None
+    assert second is not None
+    other = replace(gather, a_shard=gather.a_shard.clone())
+    shards = []
+    for one, call in ((first, gather), (second, other), (first, gather), (second, other)):
+        _, log = made_by(here, lambda one=one, call=call: one(*operands(call)))
+        shards.append({entry.src for entry in log if isinstance(entry, Copied)})
+    assert shards[0] == shards[2] == {gather.a_shard.data_ptr()}
+    assert shards[1] == shards[3] == {other.a_shard.data_ptr()}
