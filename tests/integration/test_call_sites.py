@@ -1,0 +1,362 @@
+"""Calls from generated code: the lines that Inductor writes, when a call is the op's, and the same values on ranks."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from ranks import imagined_ranks, run_ranks
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import asynctp_passes
+from asynctp_passes import AsyncTPPass, Config
+from asynctp_passes.ops import call_sites
+from asynctp_passes.ops.call_sites import CallSite, SizedCallSite
+
+OPTIONS: dict[str, Any] = {"log": False, "fallback_by_default": True}
+"""All other ops are called as they are: no C++ is compiled."""
+
+
+def layer(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    group = dist.group.WORLD
+    return reduce_scatter_tensor((all_gather_tensor(x.sin(), 0, group) @ w.t()).relu() @ v, "sum", 0, group)
+
+
+def tensors(rows: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(rows, 16), torch.randn(32, 16) / 4, torch.randn(32, 16) / 4
+
+
+# --- the lines -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def two() -> Iterator[None]:
+    torch._dynamo.reset()
+    asynctp_passes.clear_reports()
+    with imagined_ranks(2):
+        yield
+
+
+def lines(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The lines of generated code that call fused ops, or bind what does."""
+    dynamic = options.pop("dynamic", None)
+    compiled = torch.compile(function, backend="asynctp", options={**OPTIONS, **options}, dynamic=dynamic)
+    with torch.no_grad():
+        _, codes = run_and_get_code(compiled, *args)
+    found = [
+        line.strip() for code in codes for line in code.splitlines() if "matmul" in line or "asynctp_passes_" in line
+    ]
+    return "\n".join(line for line in found if "assert_" not in line and not line.startswith("#"))
+
+
+def test_a_call_is_bound_where_its_module_is_imported(two: None) -> None:
+    text = lines(layer, *tensors())
+    assert text.count("= asynctp_bind(1, ") == 2
+    gather, reduction = (line for line in text.splitlines() if line.startswith("buf"))
+    assert re.fullmatch(r"buf\d+ = asynctp_passes_\w{12}\(buf\d+, \[buf\d+\], \[None\]\)", gather)
+    assert re.fullmatch(r"buf\d+ = asynctp_passes_\w{12}\(\[buf\d+\], \[arg2_1\], \[None\]\)", reduction)
+    assert "torch.ops.asynctp" not in text
+    assert asynctp_passes.reports()[-1].called == "directly"
+    assert "note: fused ops are called directly" in str(asynctp_passes.reports()[-1])
+
+
+def test_sizes_that_are_not_constant_come_first(two: None) -> None:
+    text = lines(layer, *tensors(), dynamic=True)
+    calls = [line.partition(" = ")[2] for line in text.splitlines() if line.startswith("buf")]
+    assert len(calls) == 2
+    assert all(call.partition("(")[2].startswith("(s") for call in calls)
+    assert text.count('True)")') == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [({"direct": False}, "direct=False"), ({"size_asserts": False}, "size_asserts=False")]
+)
+def test_what_keeps_the_ops_line_is_told(options: dict[str, Any], reason: str, two: None) -> None:
+    text = lines(layer, *tensors(), **options)
+    assert text.count("torch.ops.asynctp.") == 2
+    assert "asynctp_bind" not in text
+    assert asynctp_passes.reports()[-1].called == f"by torch.ops ({reason})"
+
+
+def test_no_other_backend_gets_these_lines(two: None) -> None:
+    """The table of lines is the process's."""
+    lines(layer, *tensors())
+    x, w, _ = tensors()
+
+    def by_hand(x: Tensor, w: Tensor) -> Any:
+        return torch.ops.asynctp.all_gather_matmul(x, [w.t()], [None], 0, False, 2, dist.group.WORLD.group_name)
+
+    _, codes = run_and_get_code(torch.compile(by_hand, options={"fallback_by_default": True}), x, w)
+    assert any("torch.ops.asynctp.all_gather_matmul.default(" in code for code in codes)
+    assert not any("asynctp_bind" in code for code in codes)
+
+
+def test_caches_have_graphs_of_either_kind_and_of_a_version(two: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = AsyncTPPass(Config()).uuid()
+    assert AsyncTPPass(Config(direct=False)).uuid() != key
+    monkeypatch.setattr(call_sites, "VERSION", call_sites.VERSION + 1)
+    assert AsyncTPPass(Config()).uuid() != key
+
+
+# --- when a call is the op's ---------------------------------------------------------------------------------------
+class Bound:
+    """A bound call. log: what was made."""
+
+    def __init__(self, log: list[str], call: Any) -> None:
+        self.log, self.call, self.valid, self.able = log, call, True, True
+
+    def __call__(self, *tensors: Any) -> Any:
+        if not (self.valid and self.able):
+            return None
+        self.log.append("direct")
+        return [tensors[0].new_zeros(self.call.group_size * tensors[0].shape[0], tensors[1][0].shape[1])]
+
+    def holds(self) -> bool:
+        return self.valid
+
+
+class Place(SimpleNamespace):
+    """A call site of a gather, whose op and kernels only say that they were called."""
+
+    site: CallSite
+    log: list[str]
+    bound: list[Bound]
+
+    def call(self, *sizes: Any, rows: int = 8) -> list[str]:
+        self.log.clear()
+        with torch.no_grad():
+            out = self.site(*sizes, torch.zeros(rows, 16), [torch.zeros(16, 32)], [None])
+        assert out[0].shape == (2 * rows, 32)
+        return self.log.copy()
+
+
+TEXT = (
+    "('all_gather_matmul', {'gather_dim': 0, 'return_a_full': False, 'group_size': 2, 'group_name': '0', 'accord': 7}, "
+    "('a_shard', 'bs', 'biases'), %s)"
+)
+
+
+def place(monkeypatch: pytest.MonkeyPatch, sized: bool = False, binds: bool = True) -> Place:
+    log, made = list[str](), list[Bound]()
+
+    def bind(call: Any) -> Bound | None:
+        log.append("bind")
+        made.append(Bound(log, call))
+        return made[-1] if binds else None
+
+    def op(shard: Tensor, bs: list[Tensor], biases: Any, *rest: Any) -> list[Tensor]:
+        assert rest == (0, False, 2, "0", None, None, False, None, False, None, None, 7)
+        log.append("op")
+        return [shard.new_zeros(2 * shard.shape[0], bs[0].shape[1])]
+
+    monkeypatch.setattr(call_sites, "kernels_for", lambda tensor: SimpleNamespace(bind=bind))
+    site = call_sites.bind(call_sites.VERSION, TEXT % sized)
+    assert isinstance(site, SizedCallSite if sized else CallSite)
+    site._overload = op
+    return Place(site=site, log=log, bound=made)
+
+
+def test_the_first_call_is_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = place(monkeypatch)
+    assert [here.call() for _ in range(3)] == [["op", "bind"], ["direct"], ["direct"]]
+    assert here.site.direct == 2
+    assert (here.bound[0].call.accord, here.bound[0].call.group_name) == (7, "0")
+
+
+def test_what_no_plan_makes_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = place(monkeypatch, binds=False)
+    assert [here.call() for _ in range(3)] == [["op", "bind"], ["op"], ["op"]]
+
+
+def test_without_kernels_each_call_is_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = place(monkeypatch)
+    monkeypatch.setattr(call_sites, "kernels_for", lambda tensor: SimpleNamespace())
+    assert [here.call() for _ in range(3)] == [["op"]] * 3
+
+
+def test_what_holds_no_more_is_bound_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = place(monkeypatch)
+    here.call()
+    here.bound[0].valid = False
+    assert [here.call() for _ in range(2)] == [["op", "bind"], ["direct"]]
+
+
+def test_what_cannot_be_made_now_is_bound_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = place(monkeypatch)
+    here.call()
+    here.bound[0].able = False
+    assert here.call() == ["op"]
+    here.bound[0].able = True
+    assert here.call() == ["direct"]
+
+
+def test_each_size_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = place(monkeypatch, sized=True)
+    assert [here.call((rows,), rows=rows) for rows in (4, 8, 4, 8)] == [["op", "bind"]] * 2 + [["direct"]] * 2
+    for rows in range(100, 100 + call_sites.MOST_SIZES):
+        here.call((rows,), rows=rows)
+    assert len(here.site._bound) <= call_sites.MOST_SIZES
+    assert here.call((4,), rows=4) == ["op", "bind"]
+
+
+class Looks(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_looks_at_ops_sees_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profiler and a dispatch mode, also where the call was not bound before; autograd where it is on."""
+    here = place(monkeypatch)
+    with Looks():
+        assert here.call() == ["op"]
+    assert [here.call() for _ in range(2)] == [["op", "bind"], ["direct"]]
+    with Looks():
+        assert here.call() == ["op"]
+    with torch.profiler.profile():
+        assert here.call() == ["op"]
+    with torch.autograd.profiler.profile():
+        assert here.call() == ["op"]
+    assert here.call() == ["direct"]
+    with torch.enable_grad():
+        here.log.clear()
+        here.site(torch.zeros(8, 16), [torch.zeros(16, 32)], [None])
+        assert here.log == ["op"]
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert here.call() == ["direct"]
+
+
+def test_an_error_of_the_op_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = place(monkeypatch)
+
+    def refuse(*arguments: Any) -> Any:
+        raise ValueError("asynctp all_gather_matmul: no")
+
+    op, here.site._overload = here.site._overload, refuse  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="asynctp all_gather_matmul: no"):
+        here.call()
+    here.site._overload = op
+    assert here.call() == ["op", "bind"]
+
+
+def test_code_of_another_version_calls_the_op_and_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    called = []
+    call_sites.bind(call_sites.VERSION, TEXT % False)
+    assert caplog.text == ""
+    monkeypatch.setattr(torch.ops.asynctp, "all_gather_matmul", lambda **given: called.append(given))
+    one = call_sites.bind(call_sites.VERSION + 1, TEXT % True)
+    assert "code that another version of asynctp has generated calls all_gather_matmul" in caplog.text
+    one((3,), "shard", ["b"], [None])
+    constants = {"gather_dim": 0, "return_a_full": False, "group_size": 2, "group_name": "0", "accord": 7}
+    assert called == [{**constants, "a_shard": "shard", "bs": ["b"], "biases": [None]}]
+
+
+def test_dtypes_are_constants() -> None:
+    assert call_sites._value(("dtype", "bfloat16")) is torch.bfloat16
+    assert call_sites._value([2.0, 0.5]) == [2.0, 0.5]
+
+
+# --- on ranks ------------------------------------------------------------------------------------------------------
+def made_directly() -> list[int]:
+    """How many calls of each place of this process were not the op's."""
+    return sorted(each.direct for each in gc.get_objects() if type(each) in (CallSite, SizedCallSite))
+
+
+def equal(function: Callable[..., Any], compiled: Callable[..., Any], *args: Any) -> bool:
+    with torch.no_grad():
+        wanted, found = function(*args), compiled(*args)
+    return torch.allclose(wanted, found, atol=1e-4, rtol=1e-4)
+
+
+def repeated(rank: int, world: int) -> dict[str, Any]:
+    """The same program again and again: the same sizes, other ones, in threads, and after its memory was released."""
+    import asynctp_kernels
+
+    torch.manual_seed(rank)
+    compiled = torch.compile(layer, backend="asynctp", options=OPTIONS, dynamic=True)
+    right = [equal(layer, compiled, *tensors(rows)) for rows in (8, 8, 8, 12, 8, 12)]
+    found: dict[str, Any] = {"direct": made_directly()}
+    dist.barrier()
+    asynctp_kernels.release(dist.group.WORLD)
+    dist.barrier()
+    right += [equal(layer, compiled, *tensors()) for _ in range(3)]
+    found["after release"] = made_directly()
+    for _ in range(2):  # one after the other: ranks make their calls in one order
+        thread = threading.Thread(target=lambda: right.append(equal(layer, compiled, *tensors())))
+        thread.start()
+        thread.join()
+    found["in threads"] = made_directly()
+    with torch.profiler.profile() as profile:
+        right.append(equal(layer, compiled, *tensors()))
+    found["profiled"] = "asynctp::all_gather_matmul" in {event.key for event in profile.key_averages()}
+    found["after the profile"] = made_directly()
+    return {**found, "right": right}
+
+
+def with_a_new_group(rank: int, world: int) -> dict[str, Any]:
+    """A group is destroyed and made again, with the name that it had; the program keeps the old one."""
+    found: dict[str, Any] = {"right": []}
+    compiled = torch.compile(layer, backend="asynctp", options=OPTIONS)
+    found["right"] += [equal(layer, compiled, *tensors()) for _ in range(3)]
+    found["direct"], old = made_directly(), dist.group.WORLD
+    store, name = dist.distributed_c10d._get_default_store(), old.group_name
+    dist.barrier()
+    dist.destroy_process_group()
+    again = dist.PrefixStore("again", store)
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=world)
+    found["same name"] = dist.group.WORLD.group_name == name
+    found["right"] += [equal(layer, compiled, *tensors()) for _ in range(3)]
+    found["after it"] = made_directly()
+    return found
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("ASYNCTP_CPU_IMPLEMENTATION", "interpreted")
+
+
+def test_values_are_those_of_the_op(interpreted: None) -> None:
+    for found in run_ranks(2, repeated, timeout_s=400):
+        assert all(found["right"])
+        # of six calls torch watches the first, and one of each size is the op's, which is bound then
+        assert found["direct"] == [3, 3]
+        assert found["after release"] == [5, 5]
+        assert found["in threads"] == [7, 7]
+        assert found["profiled"]
+        assert found["after the profile"] == [7, 7]
+
+
+def test_a_group_of_the_same_name_is_another_group(interpreted: None) -> None:
+    for found in run_ranks(2, with_a_new_group, timeout_s=400):
+        assert found["same name"]
+        assert all(found["right"])
+        assert (found["direct"], found["after it"]) == ([1, 1], [1, 1, 1, 1])  # torch compiles again
+
+
+def out_of_the_cache(rank: int, world: int, folder: str) -> dict[str, Any]:
+    compiled = torch.compile(layer, backend="asynctp", options=OPTIONS)
+    right = [equal(layer, compiled, *tensors()) for _ in range(3)]
+    return {"right": right, "direct": made_directly(), "cached": [one.from_cache for one in asynctp_passes.reports()]}
+
+
+def test_another_process_has_the_calls_out_of_its_cache(
+    interpreted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for cached in (False, True):
+        for found in run_ranks(2, out_of_the_cache, str(tmp_path), timeout_s=400):
+            assert all(found["right"])
+            assert (found["direct"], found["cached"]) == ([1, 1], [cached])
