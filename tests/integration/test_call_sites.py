@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from interpreter import interpreter_fault
 from ranks import imagined_ranks, run_ranks
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -323,11 +324,14 @@ def with_a_new_group(rank: int, world: int) -> dict[str, Any]:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("asynctp_kernels", reason="asynctp_kernels is not importable (is triton installed?)")
+    if fault := interpreter_fault():
+        pytest.skip(fault)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("ASYNCTP_CPU_IMPLEMENTATION", "interpreted")
 
 
+@pytest.mark.ranks
 def test_values_are_those_of_the_op(interpreted: None) -> None:
     for found in run_ranks(2, repeated, timeout_s=400):
         assert all(found["right"])
@@ -339,6 +343,7 @@ def test_values_are_those_of_the_op(interpreted: None) -> None:
         assert found["after the profile"] == [7, 7]
 
 
+@pytest.mark.ranks
 def test_a_group_of_the_same_name_is_another_group(interpreted: None) -> None:
     for found in run_ranks(2, with_a_new_group, timeout_s=400):
         assert found["same name"]
@@ -352,6 +357,7 @@ def out_of_the_cache(rank: int, world: int, folder: str) -> dict[str, Any]:
     return {"right": right, "direct": made_directly(), "cached": [one.from_cache for one in asynctp_passes.reports()]}
 
 
+@pytest.mark.ranks
 def test_another_process_has_the_calls_out_of_its_cache(
     interpreted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
