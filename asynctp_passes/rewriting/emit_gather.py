@@ -93,26 +93,26 @@ def _call_gather(
     scales = _scales(build, chain, shard, gather_dim, parts)
     options = options_of(build.state, gather, build.state.is_kept(gather))
     op = torch.ops.asynctp.all_gather_matmul.default
-    return build.call(op, shard, bs, biases, gather_dim, *ending, **scales, **options)
+    return build.call(op, shard, bs, biases, gather_dim, *ending, *scales, **options)
 
 
 def _scales(
     build: Builder, chain: GatherChain, shard: fx.Node, gather_dim: int, parts: dict[fx.Node, fx.Node]
-) -> dict[str, Any]:
-    """The arguments of a fused op with scales; none without."""
+) -> list[Any]:
+    """The arguments of a fused op with scales, in its schema's order; none without.
+
+    They are not given by name: each name takes 0.2 us of a call.
+    """
     scaled = [matmul.scaled for matmul in chain.matmuls if matmul.scaled is not None]
     if not scaled:
-        return {}
-    given = {
-        "a_scale": _gather_scale(build, chain, shard, gather_dim, parts),
-        "b_scales": [column_scale(build, one) for one in scaled],
-        "gather_a_scale": chain.scale_placement is not None,
-        "out_dtype": scaled[0].out_dtype,
-        "use_fast_accum": scaled[0].use_fast_accum,
-    }
-    if chain.whole_passenger is None:
-        return given
-    return given | {"along_shard": _passenger_part(build, chain, shard, parts[chain.whole_passenger])}
+        return []
+    a_scale = _gather_scale(build, chain, shard, gather_dim, parts)
+    b_scales = [column_scale(build, one) for one in scaled]
+    how = [chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum]
+    along = (
+        [] if chain.whole_passenger is None else [_passenger_part(build, chain, shard, parts[chain.whole_passenger])]
+    )
+    return [a_scale, b_scales, *how, *along]
 
 
 def _passenger_part(build: Builder, chain: GatherChain, shard: fx.Node, part: fx.Node) -> fx.Node:

@@ -113,18 +113,15 @@ def _call_reduction(
     optional["added"] = _added(build, chain, (*shapes[0][:-1], build.shape(matmuls[0].node)[-1]))
     if optional["added"] is not None and not chain.sent.is_reshape:
         optional["added"] = _rows_as_sent(build, chain, optional["added"])
-    scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
-    if scaled:
-        optional |= {
-            "a_scales": [_left_scale(build, chain, one, shape) for one, shape in zip(scaled, shapes, strict=True)],
-            "b_scales": [column_scale(build, one) for one in scaled],
-            "out_dtype": scaled[0].out_dtype,
-            "use_fast_accum": scaled[0].use_fast_accum,
-        }
+    scaled, scales = [matmul.scaled for matmul in matmuls if matmul.scaled is not None], list[Any]()
+    if scaled:  # by their places: each name takes 0.2 us of a call
+        a_scales = [_left_scale(build, chain, one, shape) for one, shape in zip(scaled, shapes, strict=True)]
+        b_scales = [column_scale(build, one) for one in scaled]
+        scales = [a_scales, b_scales, scaled[0].out_dtype, scaled[0].use_fast_accum]
     given = {name: value for name, value in optional.items() if value is not None}
     op = getattr(torch.ops.asynctp, f"matmul_{collective.kind}").default
     how = (collective.reduce_op, *where, *size, collective.group)
-    return build.call(op, a_parts, b_parts, biases, *how, **given, **options_of(build.state, collective))
+    return build.call(op, a_parts, b_parts, biases, *how, *scales, **given, **options_of(build.state, collective))
 
 
 def _product_rows(build: Builder, chain: ScatterChain, place: ScatterPlacement, a: fx.Node) -> fx.Node:

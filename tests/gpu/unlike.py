@@ -278,7 +278,7 @@ def reduction(shared: Shared, use: Use, own: random.Random, group: dist.ProcessG
         summed = (summed / world() if shared.reduce_op == "avg" else summed).to(shared.dtype)
         return [summed.view(-1, cols) if everything else summed[rank()].reshape(blocks, rows // blocks, cols)]
 
-    optional = () if shared.dtype == BF16 and added is None else (None if shared.dtype == BF16 else shared.dtype, added)
+    optional = {"sum_dtype": None if shared.dtype == BF16 else shared.dtype, "added": added}
 
     def apart() -> list[Tensor]:
         made = [(a.float() @ b.float()).to(shared.dtype) for a, b in zip(a_parts, b_parts, strict=True)]
@@ -304,8 +304,8 @@ def reduction(shared: Shared, use: Use, own: random.Random, group: dist.ProcessG
         none = [None] * len(a_parts)
         with forced(use.implementation):
             if everything:
-                return [ops.matmul_all_reduce(a_parts, b_parts, none, shared.reduce_op, name, *optional)]
-            return [ops.matmul_reduce_scatter(a_parts, b_parts, none, shared.reduce_op, 1, world(), name, *optional)]
+                return [ops.matmul_all_reduce(a_parts, b_parts, none, shared.reduce_op, name, **optional)]
+            return [ops.matmul_reduce_scatter(a_parts, b_parts, none, shared.reduce_op, 1, world(), name, **optional)]
 
     return apart if use.implementation in ("bulk", "mover") else fused, [of_all_ranks(sent)], expect
 
@@ -730,7 +730,9 @@ def made(what: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
             wanted = each.expand(-1, UNIT).to(BF16)
             if implementation == "bulk":
                 return wait(ops.all_gather(a, size, name, all_keep=kept, accord=accord)), wanted
-            outs = ops.all_gather_matmul(a, [b], [None], 0, implementation == "kept", size, name, kept, accord)
+            outs = ops.all_gather_matmul(
+                a, [b], [None], 0, implementation == "kept", size, name, all_keep=kept, accord=accord
+            )
             return (torch.cat(outs), wanted.repeat(2, 1)) if implementation == "kept" else (outs[0], wanted)
         if kind == "all_reduce":
             whole = torch.full((rows * size, UNIT), rank() + 1.0, dtype=BF16, device=device())
@@ -746,7 +748,7 @@ def made(what: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         if implementation == "bulk":
             return wait(ops.reduce_scatter(whole.to(dtype), "sum", size, name, accord=accord)), wanted
         return ops.matmul_reduce_scatter(
-            [whole], [b], [None], "sum", 0, size, name, *([dtype] * ("wide" in what)), accord=accord
+            [whole], [b], [None], "sum", 0, size, name, sum_dtype=dtype if "wide" in what else None, accord=accord
         ), wanted
 
 

@@ -1073,8 +1073,8 @@ routed: f32[6, 16]
 relu = relu(routed)  # f32[6, 16]
 full_default = full([], 1.0, dtype=f32, device=cpu)  # f32[]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[hidden], b_parts=[down], biases=[None],
-    reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp', added=relu, a_scales=[sigmoid],
-    b_scales=[full_default], out_dtype=f32, use_fast_accum=False)  # f32[3, 16]
+    reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp', a_scales=[sigmoid], b_scales=[full_default],
+    out_dtype=f32, use_fast_accum=False, added=relu)  # f32[3, 16]
 return (matmul_reduce_scatter_default)
 """,
     )

@@ -14,6 +14,8 @@ from rewritten import FP8, fp8_operands, fuse, rewritten
 from serving_ops import registered
 from torch.fx import Node
 
+from asynctp_passes.ir.nodes import arguments
+
 
 # --- other spellings of a matmul -----------------------------------------------------------------------------------
 def test_bmm_with_one_weight() -> None:
@@ -405,7 +407,7 @@ def test_scales_of_blocks_of_a_dynamic_sequence_add_no_guard(early: bool) -> Non
     assert shape_env.guards == guards
     assert shape_env.replacements == replacements
     (op,) = graph.find_nodes(op="call_function", target=torch.ops.asynctp.all_gather_matmul.default)
-    assert op.kwargs["gather_a_scale"], "the scales travel"
+    assert arguments(op)["gather_a_scale"], "the scales travel"
 
 
 # --- other spellings of a collective ---------------------------------------------------------------------------------

@@ -15,12 +15,14 @@ from quantized_graphs import FP8, _values, cast, fuse, quantize, rewritten, weig
 from serving_ops import registered
 from torch.fx import Graph, Node
 
+from asynctp_passes.ir.nodes import arguments
+
 
 # --- the same bits --------------------------------------------------------------------------------------------------
 def quantized_operands(graph: Graph) -> list[Node]:
     """The left operands and row scales of scaled matmuls on gathered rows, before or after the pass."""
     fused = [node for node in graph.nodes if node.target is torch.ops.asynctp.all_gather_matmul.default]
-    return [operand for node in fused for operand in (node.args[0], node.kwargs["a_scale"])]
+    return [operand for node in fused for operand in (arguments(node)["a_shard"], arguments(node)["a_scale"])]
 
 
 @pytest.mark.parametrize(
