@@ -103,16 +103,13 @@ def new_tensors(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return functools.partial(make, tuple(shape), strides, dtype)
 
 
-def current_device() -> int:
-    """The current GPU, in a process that has memory on one: `torch.cuda.current_device` looks whether it has."""
-    device: int = torch._C._cuda_getDevice()
-    return device
-
-
-def current_raw_stream(device_index: int) -> int:
-    """The driver handle of the current stream, without a Python stream object."""
-    stream: int = torch._C._cuda_getCurrentRawStream(device_index)
-    return stream
+#: the current GPU, in a process that has memory on one: `torch.cuda.current_device` looks whether it has. These are
+#: functions of C, which each call asks; torch for CPUs lacks them, and asks none.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
+#: the driver handle of the current stream of a GPU of this index, without a Python stream object
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+#: whether the current stream is being captured in a CUDA graph
+is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 
 
 def matmul_settings() -> tuple[Any, ...]:

@@ -401,7 +401,7 @@ def test_a_capture_that_fails_is_ended(library: Callable[..., Library]) -> None:
 
 
 def test_graphs_of_one_plan_are_shown_in_turn_by_one_executable(library: Callable[..., Library]) -> None:
-    made = library()
+    made = library(nodes=(KERNEL, EVENT))
     one, other = driver.Graph(11), driver.Graph(12)
     ready = driver.Executable()
     for graph in (one, one, other):
@@ -412,6 +412,35 @@ def test_graphs_of_one_plan_are_shown_in_turn_by_one_executable(library: Callabl
     ]  # fmt: skip
     del ready
     assert made.log[6:] == ["GraphExecDestroy"]
+
+
+def test_kernels_alone_are_shown_once(library: Callable[..., Library]) -> None:
+    """They know addresses, which stay: a launch of the graph that was shown last is no more than a launch."""
+    made = library(nodes=(KERNEL, KERNEL))
+    one, other = driver.Graph(11), driver.Graph(12)
+    ready = driver.Executable()
+    for graph in (one, one, one, other, one):
+        ready.show(graph)
+        ready.launch(7)
+    assert made.log == [
+        "GraphInstantiateWithFlags", "GraphLaunch", "GraphLaunch", "GraphLaunch",
+        "GraphExecUpdate", "GraphLaunch", "GraphExecUpdate", "GraphLaunch",
+    ]  # fmt: skip
+
+
+def test_what_could_not_be_shown_is_shown_anew(library: Callable[..., Library]) -> None:
+    """An update that fails leaves nothing that a later call could launch."""
+    made = library(nodes=(KERNEL,), cuGraphExecUpdate_v2=1)
+    one, other = driver.Graph(11), driver.Graph(12)
+    ready = driver.Executable()
+    ready.show(one)
+    made.codes["cuGraphInstantiateWithFlags"] = 2
+    with pytest.raises(CudaError):
+        ready.show(other)
+    made.codes.clear()
+    made.log.clear()
+    ready.show(one)
+    assert made.log == ["GraphInstantiateWithFlags"]
 
 
 def test_copies_are_set_anew_for_every_launch(library: Callable[..., Library]) -> None:

@@ -523,6 +523,7 @@ def machine(
             "peer_writes_supported": lambda: here.peer_writes,
             "current_stream": lambda index: here.current_stream,
             "current_device": lambda: here.current_device,
+            "capturing": lambda: here.capturing != 0,
             "machine": lambda index: ((9, 0), SMS, properties.name),
         },
         recordings: {"recorder": lambda device: here, "_say_unrecordable": lambda setting: None},
@@ -549,7 +550,6 @@ def machine(
             "current_stream": lambda: SimpleNamespace(cuda_stream=here.current_stream),
             "set_device": lambda device: None,
             "get_device_properties": lambda index: properties,
-            "is_current_stream_capturing": lambda: here.capturing != 0,
             "synchronize": lambda *_: None,
         },
     }

@@ -60,5 +60,4 @@ def counted(do: Callable[[], Any]) -> Counted:
         do()
     finally:
         sys.setprofile(before)
-    counts.functions -= Counter(f"{Path(do.__code__.co_filename).stem}.{do.__code__.co_qualname}" for _ in range(1))
     return counts

@@ -48,7 +48,8 @@ class BoundCall:
     """
 
     def __init__(self, call: Any, memory: GroupMemory, plan: Any) -> None:
-        self._memory, self._plan, self._uses_memory = weakref.ref(memory), weakref.ref(plan), plan.uses_memory
+        self._group, self._memory, self._plan = map(weakref.ref, (memory.group, memory, plan))
+        self._uses_memory = plan.uses_memory
         self._resolve, self._group_name = group_resolver(), call.group_name
         self._generation, self._skipped = memory.generation, memory.skipped
         self._requested, self._stamped = select.requested(), stamps.requested()
@@ -104,7 +105,7 @@ class BoundCall:
         except (RuntimeError, ValueError):  # there is none any more
             return False
         return (
-            memory.is_of(group)
+            group is self._group()
             and memory.generation == self._generation
             and memory.skipped == self._skipped
             and select.requested() == self._requested

@@ -81,13 +81,15 @@ class GatherPlan(Implementation):
         all_numbers = self.new_numbers() if self.has_numbers else None
         outs = [new() for new in self.new_outs]
         full = self.new_full() if self.has_full else None
-        return GatherTensors(a_shard, a_scale, bs, b_scales, biases, numbers, outs, full, all_numbers)
+        every = (a_shard, a_scale, bs, b_scales, biases, numbers, outs, full, all_numbers)
+        return tuple.__new__(GatherTensors, every)  # as C makes it
 
     def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
         """The call with its operands as the implementation reads them: copies of those that lie otherwise."""
-        numbers = None if call.numbers is None else aligned(call.numbers)
-        scale = numbers if self.scale_travels else call.a_scale
-        return call._replace(shard=aligned(call.shard), a_scale=scale, numbers=numbers)
+        shard, numbers = aligned(call.shard), None if call.numbers is None else aligned(call.numbers)
+        if shard is call.shard and numbers is call.numbers:
+            return call
+        return call._replace(shard=shard, a_scale=numbers if self.scale_travels else call.a_scale, numbers=numbers)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         """Everything that a call does on the GPU, after `stream` and with `stream` after it."""

@@ -48,6 +48,7 @@ KEEPERS = 64  # CTAs that copy what came to its place, beside matmuls
 class GatherTransport:
     """Copy engines bring the others' rows, and their numbers, to `rows` and `numbers_of` a call, while others compute.
 
+    words: address of int32 [world]: how many chunks of each source are there.
     reads_landed: it reads words of chunks, which a gather in flight reads too. received: memory that others' rows alone
     come to; None where they come to the gathered A. gemm_clears: a GEMM is the only reader of the words that it polls.
     """
@@ -55,6 +56,7 @@ class GatherTransport:
     reads_landed = False
     received: Tensor | None = None
     gemm_clears = True
+    words: int
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
         self.memory, self.sizes, self.outer = memory, ShardSizes(call), call.outer
@@ -64,11 +66,6 @@ class GatherTransport:
     def sources(self) -> list[int]:
         """The others in the order in which their rows come."""
         return [(self.memory.rank + step) % self.memory.world for step in range(1, self.memory.world)]
-
-    @property
-    def words(self) -> int:
-        """Address of int32 [world]: how many chunks of each source are there."""
-        raise NotImplementedError
 
     @property
     def chunk_rows(self) -> int:
@@ -130,6 +127,7 @@ class GatherPush(GatherTransport):
 
     def __init__(self, call: GatherFacts, memory: GroupMemory, copies: int) -> None:
         super().__init__(call, memory)
+        self.words = memory.landed.at(memory.rank)
         sizes, layout = self.sizes, call.layout
         others, travels, number_bytes = memory.world - 1, call.travels, sizes.number_bytes
         self.keeps = call.return_a_full
@@ -165,10 +163,6 @@ class GatherPush(GatherTransport):
         """Address of a source's rows in the own inbox."""
         number = source - (source > self.memory.rank)
         return self.inbox.peers[self.memory.rank] + number * self.slot_bytes
-
-    @property
-    def words(self) -> int:
-        return self.memory.landed.at(self.memory.rank)
 
     @property
     def chunk_rows(self) -> int:
@@ -321,6 +315,7 @@ class GatherPull(GatherTransport):
         stage_programs: int = 0,
     ) -> None:
         super().__init__(call, memory)
+        self.words = memory.arrivals
         sizes = self.sizes
         self.chunks, self.stage_first, self.stage_keeps = chunks, stage_first, stage_keeps and self.outer == 1
         self.scale_offset = align(sizes.shard_bytes)
@@ -370,10 +365,6 @@ class GatherPull(GatherTransport):
         examples, options = [shard, scale, kept, *tail], {"maxnreg": BESIDE_REGISTERS}
         self.stage = prepare(stage_kernel, programs, examples, constants, BESIDE_WARPS, **options)
         self.stage_tail = [each.data_ptr() if isinstance(each, Tensor) else each for each in tail]
-
-    @property
-    def words(self) -> int:
-        return self.memory.arrivals
 
     @property
     def chunk_rows(self) -> int:

@@ -130,7 +130,8 @@ class ScatterPlan(Implementation):
         """The operands as they come, and new memory for what a call makes."""
         staging = self.new_staging()
         out = staging if self.in_place else self.new_output()
-        return ScatterTensors(*operands, staging, out, self.new_extras())
+        every = (*operands, staging, out, self.new_extras())
+        return tuple.__new__(ScatterTensors, every)  # as C makes it
 
     def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
         """The call with its operands as the implementation reads them: copies of those that lie otherwise."""

@@ -228,8 +228,8 @@ class MemOps:
         self._params = (_MemOp * max(self._count, 1))(*map(_memop, ops))
         self._address = ctypes.addressof(self._params)
 
-    def enqueue(self, stream: int) -> None:
-        """Append the sequence to `stream`."""
+    def enqueue(self, stream: int, bases: Sequence[int] = ()) -> None:
+        """Append the sequence to `stream`. bases: Not looked at; scripts give them to all that they enqueue."""
         if self._count:
             _batch(stream, self._count, self._address, 0)
 
@@ -253,18 +253,20 @@ class Graph:
         handle: CUgraph; destroyed with this.
 
     Attributes:
+        is_of_kernels: Nothing is in it but kernels, which know addresses only: what was shown of it stays.
         known: Nothing is in it but kernels, waits, words, and copies of one range of bytes: others cannot be brought
             up to date in an executable graph.
     """
 
-    __slots__ = ("_followed", "_moves", "handle", "known")
+    __slots__ = ("_followed", "_moves", "handle", "is_of_kernels", "known")
 
     def __init__(self, handle: int) -> None:
-        self.handle, self.known = _ref(handle), True
+        self.handle, self.known, self.is_of_kernels = _ref(handle), True, True
         self._moves: list[tuple[Callable[..., int], ctypes.c_void_p, Any]] = []  # what each refresh calls, all prepared
         self._followed: list[Any] = []  # parameters of copies that come from elsewhere each time
         for node in _nodes(self.handle):
             kind = _node_kind(node)
+            self.is_of_kernels &= kind == _KERNEL
             if kind in _MOVING:
                 name, words, one_range = _MOVING[kind]
                 params = (_u64 * words)()
@@ -311,8 +313,9 @@ _MOVING: dict[int, tuple[str, int, list[int]]] = {
     1: ("cuGraphMemcpyNode", _COPY_WORDS, [1, 1]),
     2: ("cuGraphMemsetNode", 5, [1]),
 }
+_KERNEL = 0
 #: kernels, nothing, waits for events, batches of stream memory operations
-_FIXED = {0, 5, 6, 12}
+_FIXED = {_KERNEL, 5, 6, 12}
 
 
 def _nodes(graph: ctypes.c_void_p) -> list[ctypes.c_void_p]:
@@ -332,10 +335,11 @@ def _node_kind(node: ctypes.c_void_p) -> int:
 class Executable:
     """A GPU's copy of graphs that differ in parameters only, of one at a time. Kernels keep their priorities."""
 
-    __slots__ = ("_handle", "_problem")
+    __slots__ = ("_handle", "_problem", "_shown")
 
     def __init__(self) -> None:
         self._handle = ctypes.c_void_p()
+        self._shown: Graph | None = None
         self._problem = ctypes.create_string_buffer(24)  # CUgraphExecUpdateResultInfo
 
     def show(self, graph: Graph, sources: Sequence[int] = ()) -> None:
@@ -344,12 +348,16 @@ class Executable:
         Raises:
             CudaError: There is no memory for it, or nothing like it can be launched.
         """
+        if graph is self._shown and graph.is_of_kernels:
+            return
+        self._shown = None
         graph.refresh(sources)
         if not self._handle or library().cuGraphExecUpdate_v2(self._handle, graph.handle, self._problem):
             self._destroy()
             made, flags = ctypes.c_void_p(), ctypes.c_ulonglong(_USE_NODE_PRIORITY)
             call("cuGraphInstantiateWithFlags", ctypes.byref(made), graph.handle, flags)
             self._handle = made
+        self._shown = graph
 
     def launch(self, stream: int) -> None:
         """Enqueue the graph on `stream`, after earlier launches."""
@@ -468,14 +476,10 @@ def new_torch_stream(device: torch.device, urgent: bool = True) -> torch.cuda.Ex
     return torch.cuda.ExternalStream(new_stream(device, urgent), device)  # type: ignore[no-untyped-call]
 
 
-def current_stream(index: int) -> int:
-    """The handle of the current stream of GPU `index`."""
-    return compat.current_raw_stream(index)
-
-
-def current_device() -> int | None:
-    """Index of the current GPU."""
-    return compat.current_device()
+#: the handle of the current stream of a GPU; the index of the current GPU; whether a CUDA graph is being captured
+current_stream: Callable[[int], int] = compat.current_raw_stream
+current_device: Callable[[], int | None] = compat.current_device
+capturing: Callable[[], bool] = compat.is_capturing
 
 
 def processors(index: int) -> int:
@@ -489,11 +493,6 @@ def machine(index: int) -> tuple[tuple[int, int], int, str]:
     """(compute capability, SMs, name) of GPU `index`."""
     properties = torch.cuda.get_device_properties(index)
     return (properties.major, properties.minor), properties.multi_processor_count, properties.name
-
-
-def capturing() -> bool:
-    """A CUDA graph is being captured."""
-    return torch.cuda.is_current_stream_capturing()
 
 
 def synchronize(device: torch.device) -> None:

@@ -49,8 +49,8 @@ class MemOps:
     def __init__(self, ops: Sequence[Wait | Write]) -> None:
         self._ops = tuple(ops)
 
-    def enqueue(self, stream: int) -> None:
-        """Do the sequence.
+    def enqueue(self, stream: int, bases: Sequence[int] = ()) -> None:
+        """Do the sequence. bases: Not looked at; scripts give them to all that they enqueue.
 
         Raises:
             StreamWaitOver: A peer's word did not come in time, or has another value.

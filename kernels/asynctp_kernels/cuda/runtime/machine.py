@@ -22,8 +22,8 @@ __all__ = ["Driver", "driver", "others_beside"]
 class Enqueued(Protocol):
     """A fixed sequence of waits and writes of words."""
 
-    def enqueue(self, stream: int) -> None:
-        """Put it on `stream`."""
+    def enqueue(self, stream: int, bases: Sequence[int] = (), /) -> None:
+        """Put it on `stream`. bases: Not looked at; scripts give them to all that they enqueue."""
 
 
 class Driver(Protocol):

@@ -207,10 +207,6 @@ class GroupMemory:
             raise SymmetricMemoryError(f"group '{self.group_name}' has been destroyed")
         return group
 
-    def is_of(self, group: ProcessGroup) -> bool:
-        """Whether this is the memory of that very group, and not of an earlier one of its name, and is not released."""
-        return self._group() is group and not self.released
-
     # --- order of calls ----------------------------------------------------------------------------------
     def fork(self, stream: int) -> None:
         """Let the copy stream go on after what `stream` has done so far."""

@@ -82,7 +82,7 @@ def compile_script(steps: Iterable[Step], peer_writes: bool, constant: Callable[
     def flush() -> None:
         if batch:
             ops = driver.MemOps(batch)
-            calls.append(lambda stream, bases: ops.enqueue(stream))
+            calls.append(ops.enqueue)
             batch.clear()
 
     for step in steps:

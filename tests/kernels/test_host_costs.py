@@ -1,0 +1,162 @@
+"""A bar for what a call costs the host: how many Python functions it enters, and how often it calls the driver.
+
+Microseconds are for GPUs (`tests/gpu/host.py`). These numbers are the same on any machine, so a call that becomes dearer
+is seen here. A call is made as generated code makes it (`asynctp_passes.ops.call_sites`), or by its op, here from where
+torch's dispatcher has called it: at addresses that it was recorded for, or at addresses that it never had.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from asynctp_kernels import cuda
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
+from bound import bound, named_group, operands
+from cuda_stubs import Machine, gather_call, machine, scatter_call
+from host_costs import Cost, Counted, counted
+from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, WORLD, arguments_of, at_the_same_place, op
+from torch import Tensor
+
+from asynctp_passes.ops.call_sites import CallSite
+from asynctp_passes.ops.calls import SIGNATURES
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "gather": lambda: gather_call((192,), 64, (72,)),
+    "gather, three matmuls, A returned": lambda: gather_call((192,), 64, (72, 72, 72), kept=True),
+    "gather, scales of rows": lambda: gather_call((192,), 64, (80,), **ROWWISE, travels=True),
+    "scatter": lambda: scatter_call((768,), (64,), 72),
+    "scatter, scales of rows": lambda: scatter_call((768,), (64,), 80, **ROWWISE),
+    "all-reduce": lambda: replace(scatter_call((64,), (64,), 72), scatter_dim=None),
+}
+LIMITS: dict[tuple[str, str], tuple[Cost, Cost]] = {
+    names: (Cost(*known), Cost(*new))
+    for names, (known, new) in {
+        ("gather", "fused"): ((22, 8), (58, 17)),
+        ("gather", "decomposed"): ((23, 8), (66, 23)),
+        ("gather", "direct"): ((22, 8), (38, 7)),
+        ("gather, three matmuls, A returned", "fused"): ((21, 8), (68, 18)),
+        ("gather, three matmuls, A returned", "decomposed"): ((23, 8), (70, 31)),
+        ("gather, three matmuls, A returned", "direct"): ((22, 8), (38, 9)),
+        ("gather, scales of rows", "fused"): ((22, 8), (73, 20)),
+        ("gather, scales of rows", "decomposed"): ((23, 8), (86, 26)),
+        ("gather, scales of rows", "direct"): ((22, 8), (49, 7)),
+        ("scatter", "fused"): ((21, 8), (64, 22)),
+        ("scatter", "decomposed"): ((23, 8), (93, 31)),
+        ("scatter", "direct"): ((23, 8), (37, 7)),
+        ("scatter, scales of rows", "fused"): ((21, 8), (74, 22)),
+        ("scatter, scales of rows", "decomposed"): ((23, 8), (104, 31)),
+        ("scatter, scales of rows", "direct"): ((23, 8), (47, 7)),
+        ("all-reduce", "fused"): ((23, 8), (74, 28)),
+        ("all-reduce", "decomposed"): ((25, 8), (97, 37)),
+        ("all-reduce", "direct"): ((25, 8), (39, 7)),
+    }.items()
+}
+"""Of a call from generated code, at known and at new addresses. Raise one only with a reason; lower it when you can."""
+BY_THE_OP = 5
+"""So many functions more a call of the op may enter, below torch's dispatcher."""
+
+
+Call = GatherFacts | ReduceFacts
+
+
+def site_of(here: Machine, call: Call) -> CallSite:
+    """The place in generated code that makes the call, which it has made before."""
+    names = SIGNATURES[call.op].names
+    tensors = ("a_shard", "bs", "biases", "a_scale", "b_scales", "along_shard")
+    if isinstance(call, ReduceFacts):
+        tensors = ("a_parts", "b_parts", "biases", "a_scales", "b_scales", "added")
+    site = CallSite(call.op, dict.fromkeys(set(names) - set(tensors)), tensors)
+    site._bound[()] = bound(here, call)
+    assert site._bound[()] is not None
+    return site
+
+
+def elsewhere(value: Any) -> Any:
+    """Tensors like these, in memory of their own."""
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return [elsewhere(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def at_known_addresses(here: Machine, call: Call, make: Callable[[Call], Any]) -> Counted:
+    """What a call costs that is recorded."""
+    (plan,) = here.memory.plans.values()
+    at_the_same_place(plan, ())
+    for _ in range(30):  # a call that is one kernel has to come again more often
+        make(call)
+    launched = here.memory.recordings.launched
+    found = counted(lambda: make(call))
+    assert here.memory.recordings.launched == launched + 1
+    return found
+
+
+def at_new_addresses(here: Machine, call: Call, make: Callable[[Call], Any]) -> Counted:
+    """What a call costs on memory that it never had."""
+    fields = ("a_shard", "bs", "b_scales", "a_parts", "b_parts", "a_scales", "a_scale")
+    kept, launched = [make(call)], here.memory.recordings.launched
+    for _ in range(3):
+        other = replace(call, **{name: elsewhere(getattr(call, name)) for name in fields if hasattr(call, name)})
+        found = counted(lambda other=other: kept.append((other, make(other))))
+    assert here.memory.recordings.launched == launched
+    return found
+
+
+def cost(case: str, implementation: str, at: Callable[..., Counted], by_op: bool = False) -> Counted:
+    """What a call costs from generated code, or by its op."""
+    with machine(RANK, WORLD) as here, named_group(here), cuda.forced(implementation):
+        here.kernels, here.records = {}, True  # nothing is computed
+        call = CALLS[case]()
+        op(here, call)
+        site, run = site_of(here, call), cuda.run_gather if isinstance(call, GatherFacts) else cuda.run_reduce
+        arguments = arguments_of(call, here.group, call.world)
+
+        def make(call: Call) -> Any:
+            return run(arguments, nothing, nothing) if by_op else site(*operands(call))
+
+        with torch.no_grad():
+            found = at(here, call, make)
+        assert (site.direct > 0) == (not by_op)
+        return found
+
+
+def nothing(*args: Any) -> None:
+    """In place of checks, and of the op's own program."""
+
+
+@pytest.mark.parametrize(("case", "implementation"), LIMITS)
+def test_a_call_from_generated_code_costs_no_more_than(case: str, implementation: str) -> None:
+    for at, limit in zip((at_known_addresses, at_new_addresses), LIMITS[case, implementation], strict=True):
+        found = cost(case, implementation, at)
+        assert found.cost.functions <= limit.functions, found.functions
+        assert found.cost.driver <= limit.driver, found.driver
+
+
+@pytest.mark.parametrize(("case", "implementation"), LIMITS)
+def test_a_call_of_the_op_costs_little_more(case: str, implementation: str) -> None:
+    found = cost(case, implementation, at_known_addresses, by_op=True)
+    assert found.cost.functions <= LIMITS[case, implementation][0].functions + BY_THE_OP, found.functions
+    assert found.cost.driver <= LIMITS[case, implementation][0].driver, found.driver
+
+
+def test_every_call_and_implementation_has_a_limit() -> None:
+    assert set(LIMITS) == set(itertools.product(CALLS, IMPLEMENTATIONS))
+
+
+def test_what_is_dearer_is_seen() -> None:
+    """One function more, or one call of the driver."""
+    with machine(RANK, WORLD) as here:
+
+        def dearer() -> None:
+            here.memory.fork(0)
+
+        found = counted(dearer)
+    assert found.cost.functions >= 2
+    assert found.driver["Machine.record_event"] == found.driver["Machine.wait_event"] == 1
