@@ -1,6 +1,6 @@
 """A bar for what a call costs the host: how many Python functions it enters, and how often it calls the driver.
 
-Microseconds are for GPUs (`tests/gpu/host.py`). These numbers are the same on any machine, so a call that becomes dearer
+Microseconds are for GPUs (`tests/gpu/host.py`). These numbers are the same everywhere, so a call that becomes dearer
 is seen here. A call is made as generated code makes it (`asynctp_passes.ops.call_sites`), or by its op, here from where
 torch's dispatcher has called it: at addresses that it was recorded for, or at addresses that it never had.
 """
