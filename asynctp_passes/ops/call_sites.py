@@ -1,8 +1,8 @@
 """Calls of the fused ops from the code that Inductor generates: each is an object that is bound to one place there.
 
-    asynctp_passes_12ac = asynctp_bind(1, "('all_gather_matmul', {'gather_dim': 0, ...}, ('a_shard', 'bs'), False)")
+    asynctp_all_gather_matmul_12ac = asynctp_bind(1, "('all_gather_matmul', {'gather_dim': 0, ...}, ...)")
     ...
-    buf3 = asynctp_passes_12ac(arg0_1, [arg2_1])
+    buf3 = asynctp_all_gather_matmul_12ac(arg0_1, [arg2_1])
 
 The first call is the op's. Where kernels made it, the site has its plan from then on (`asynctp_kernels.cuda.bind`), and
 calls do without torch's dispatcher, arguments that do not change, and the look-up of the plan. What may change is

@@ -1,7 +1,7 @@
 """The lines by which the code that Inductor generates calls ops: of a marked graph's, calls of objects bound to them.
 
-    site_12ac = bind(1, "...all that is constant...")    where the module is imported
-    buf0 = site_12ac(arg0_1, [arg1_1])                   in place of torch.ops.<namespace>.<op>.default(...)
+    lib_op_12ac = lib_bind(1, "...all that is constant...")    where the module is imported
+    buf0 = lib_op_12ac(arg0_1, [arg1_1])                       in place of torch.ops.lib.op.default(...)
 
 Inductor has a table of ops that write their own line (`CUSTOM_EXTERN_KERNEL_CODEGEN`). Only the line differs: to
 Inductor the node stays what it is, so aliasing, order, memory and sizes are as without it.
@@ -119,11 +119,12 @@ def _line(node: Any, binder: str, version: int) -> str:
         tensors.pop()
     constants = {name: _constant(value) for name, value in given.items() if name not in tensors and value is not None}
     sizes = _sizes(node.inputs, wrapper)
-    text = repr((schema.name.partition("::")[2], constants, tuple(tensors), bool(sizes)))
-    name = f"{binder.partition('.')[0]}_{hashlib.sha256(f'{version} {text}'.encode()).hexdigest()[:12]}"
+    namespace, _, op = schema.name.partition("::")
+    text = repr((op, constants, tuple(tensors), bool(sizes)))
+    name = f"{namespace}_{op}_{hashlib.sha256(f'{version} {text}'.encode()).hexdigest()[:12]}"
     module, _, function = binder.rpartition(".")
-    wrapper.add_import_once(f"from {module} import {function} as asynctp_{function}")
-    wrapper.add_import_once(f"{name} = asynctp_{function}({version}, {text!r})")
+    wrapper.add_import_once(f"from {module} import {function} as {namespace}_{function}")
+    wrapper.add_import_once(f"{name} = {namespace}_{function}({version}, {text!r})")
     operands = [wrapper.val_to_arg_str(given.get(each)) for each in tensors]
     first = [f"({', '.join(sizes)},)"] if sizes else []
     return f"{node.get_name()} = {name}({', '.join([*first, *operands])})"

@@ -17,6 +17,7 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 import torch.distributed as dist
+from generated_code import as_ops
 from graph_builder import GraphBuilder, aten, c10d
 from lockstep import differences, evaluate
 from passes import outcomes, run_pass
@@ -82,7 +83,7 @@ def compiled_order(program: Program, local: int, groups: Groups, **options: bool
     numbers = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
     with torch.no_grad(), registered(names=names), numbers:
         _, codes = run_and_get_code(function, local, groups)
-    return [place for code in codes for place in started(code, groups)]
+    return [place for code in codes for place in started(as_ops(code), groups)]
 
 
 def tensor(*shape: int) -> Tensor:
@@ -299,7 +300,7 @@ def test_ranks_compare_before_each_collective_of_the_program(groups: Groups) -> 
         function = torch.compile(program, backend="asynctp", options={"strict": "off", "log": False})
         _, (code,) = run_and_get_code(function, groups)
     first, second = (f"'{group.group_name}'" for group in groups[:2])
-    told = [(call["op"], call["arguments"].split(", ")) for call in _CALL.finditer(code)]
+    told = [(call["op"], call["arguments"].split(", ")) for call in _CALL.finditer(as_ops(code))]
     assert [(op, arguments[-1]) for op, arguments in told if first in arguments or second in arguments] == [
         ("asynctp.run_check", first),
         ("asynctp.all_gather_matmul", first),
@@ -518,7 +519,7 @@ def test_a_graph_of_opaque_ops_alone_is_left_to_inductor(groups: Groups) -> None
         torch._dynamo.reset()
         with torch.no_grad():
             _, (text,) = run_and_get_code(torch.compile(program, backend=backend), 0, groups)
-        return str(text)
+        return as_ops(str(text))
 
     compiled_order(opaque, 0, groups)
     assert started(code("asynctp"), groups) == started(code("inductor"), groups)

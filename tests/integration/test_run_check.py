@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from compiled_training import STRICT, compiled, plain_layer, shard_of, start, train
+from generated_code import as_ops
 from ranks import imagined_ranks, run_ranks
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -285,7 +286,7 @@ def test_the_compiled_code_communicates_in_order_and_after_its_checks(
     with torch.no_grad():
         _, (code,) = run_and_get_code(function, *operands(0))
     called = r"^ +(?:\w+ = )?torch\.ops\.\w+\.(run_check|\w*all_reduce)_?\.default\(.*'(\d+)'"
-    calls = re.findall(called, code, re.MULTILINE)
+    calls = re.findall(called, as_ops(code), re.MULTILINE)
     names = [group.group_name for group in (first, second, third)]
     wanted = [
         *(("run_check", names[0]), ("all_reduce", names[0])),

@@ -37,6 +37,7 @@ from compiled_training import (
     start,
     train,
 )
+from generated_code import as_ops
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -547,7 +548,7 @@ def case_selective_checkpoint_of_plain_tensors(mesh: DeviceMesh) -> tuple[Report
         assert spy.returned_before_the_wait, "no un-waited scatter was saved"
         assert spy.waited_for_only, "no saved scatter was waited for"
         assert [remark.code for remark in backward.others] == ["ATP404"], backward
-        calls = [line for line in codes[-1].splitlines() if "= torch.ops." in line]
+        calls = [line for line in as_ops(codes[-1]).splitlines() if "= torch.ops." in line]
         ops = ("all_gather_matmul.", "asynctp.all_gather.", "matmul_reduce_scatter.", "asynctp.wait.")
         places = [max(index for index, call in enumerate(calls) if op in call) for op in ops]
         assert places == sorted(places), calls
