@@ -63,7 +63,7 @@ def started(code: str, groups: Groups) -> list[int]:
     """The groups in which generated code communicates, as indices, in order. A group's check comes before its calls."""
     index = {group.group_name: place for place, group in enumerate(groups)}
     found, checked = list[int](), set[int]()
-    for call in _CALL.finditer(code):
+    for call in _CALL.finditer(as_ops(code)):
         names = re.findall(r"'(\w+)'", call["arguments"])
         places = [index[name] for name in names if name in index]
         if call["op"] != "asynctp.run_check":
@@ -83,7 +83,7 @@ def compiled_order(program: Program, local: int, groups: Groups, **options: bool
     numbers = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
     with torch.no_grad(), registered(names=names), numbers:
         _, codes = run_and_get_code(function, local, groups)
-    return [place for code in codes for place in started(as_ops(code), groups)]
+    return [place for code in codes for place in started(code, groups)]
 
 
 def tensor(*shape: int) -> Tensor:
@@ -519,7 +519,7 @@ def test_a_graph_of_opaque_ops_alone_is_left_to_inductor(groups: Groups) -> None
         torch._dynamo.reset()
         with torch.no_grad():
             _, (text,) = run_and_get_code(torch.compile(program, backend=backend), 0, groups)
-        return as_ops(str(text))
+        return str(text)
 
     compiled_order(opaque, 0, groups)
     assert started(code("asynctp"), groups) == started(code("inductor"), groups)
