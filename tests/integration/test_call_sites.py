@@ -303,6 +303,57 @@ def repeated(rank: int, world: int) -> dict[str, Any]:
     return {**found, "right": right}
 
 
+def in_branches(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x, w, v: layer(x, w, v) + 1, lambda x, w, v: layer(x, w, v) - 1, (x, w, v))
+
+
+def layers(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    for _ in range(3):
+        x = layer(x, w, v) * 0.5
+    return x
+
+
+def chosen_rows(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """How many there are is not known when it is compiled."""
+    return layer(x[torch.arange(x.shape[0]) < 8], w, v)
+
+
+def trained(function: Callable[..., Any], x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    leaves = [each.clone().requires_grad_() for each in (x, w, v)]
+    function(*leaves).square().sum().backward()
+    return torch.cat([leaf.grad.flatten() for leaf in leaves if leaf.grad is not None])
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "branches": (in_branches, {}),
+    "three layers, memory planned": (layers, {"memory_planning": True}),
+    "partitions": (layers, {"graph_partition": True}),
+    "rows that are chosen": (chosen_rows, {}),
+    "training": (layer, {}),
+}
+
+
+def programs(rank: int, world: int) -> dict[str, tuple[bool, int]]:
+    """Whether each program has eager's values in each of five calls, and how many calls were not the ops'."""
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    found = {}
+    for name, (function, options) in PROGRAMS.items():
+        torch.manual_seed(rank)
+        torch._dynamo.reset()
+        before, right = sum(made_directly()), True
+        options = {**OPTIONS, "strict": "off", **options}
+        compiled = torch.compile(function, backend="asynctp", options=options, fullgraph=True)
+        for number in range(5):
+            x, w, v = tensors(9 if name == "rows that are chosen" else 8)
+            x = x.abs() if number % 2 else -x.abs()
+            if name == "training":
+                right &= torch.allclose(trained(function, x, w, v), trained(compiled, x, w, v), atol=1e-3, rtol=1e-3)
+            else:
+                right &= equal(function, compiled, x, w, v)
+        found[name] = (right, sum(made_directly()) - before)
+    return found
+
+
 def with_a_new_group(rank: int, world: int) -> dict[str, Any]:
     """A group is destroyed and made again, with the name that it had; the program keeps the old one."""
     found: dict[str, Any] = {"right": []}
@@ -339,6 +390,13 @@ def test_values_are_those_of_the_op(interpreted: None) -> None:
         assert found["in threads"] == [7, 7]
         assert found["profiled"]
         assert found["after the profile"] == [7, 7]
+
+
+@pytest.mark.ranks
+def test_programs_of_every_form_have_the_values_of_eager(interpreted: None) -> None:
+    for found in run_ranks(2, programs, timeout_s=500):
+        assert {name: right for name, (right, _) in found.items()} == dict.fromkeys(PROGRAMS, True)
+        assert {name for name, (_, direct) in found.items() if direct} == set(PROGRAMS), found
 
 
 @pytest.mark.ranks
