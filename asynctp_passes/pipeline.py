@@ -57,7 +57,8 @@ def _fuse(graph: fx.Graph, config: Config, attempt: UndoOnError) -> Report:
     report = report_of(graph, plan, config, questions, answers)
     raise_if_strict(graph, report, config)
     calls = rewrite(graph, plan)
-    return with_calls(report, calls, call_sites.mark(graph, config.direct) if calls else "")
+    groups = [chain.collective.group for chain in plan.chains]
+    return with_calls(report, calls, call_sites.mark(graph, groups, config.direct))
 
 
 def _require_graph(graph: object) -> None:

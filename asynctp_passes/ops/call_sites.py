@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ast
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,16 +39,20 @@ MOST_SIZES = 64
 _UNKNOWN, _BY_THE_OP = object(), object()
 
 
-def mark(graph: fx.Graph, direct: bool) -> str:
+def mark(graph: fx.Graph, groups: Sequence[object], direct: bool) -> str:
     """Have the fused ops of a graph called from places that they are bound to, if `direct` and if that can be.
 
+    groups: Of the fused ops, as the graph gives them: names, or nodes for objects.
+
     Returns:
-        How they are called, in words; nothing where no code is generated.
+        How they are called, in words; nothing where there are none, or no code is generated.
     """
-    if not compat.is_compiled(graph):
+    if not groups or not compat.is_compiled(graph):
         return ""
     ops = [getattr(torch.ops.asynctp, name).default for name in OPS]
     reason = "direct=False" if not direct else inductor_calls.hindrance()
+    if reason is None and not all(isinstance(group, str) for group in groups):
+        reason = "process groups are inputs of the graph"
     if reason is None and not inductor_calls.write_calls(ops, f"{__name__}.bind", VERSION):
         reason = f"Inductor of torch {torch.__version__} has no lines of an op's own"
     if reason is not None:

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.autograd import profiler
+
+log = logging.getLogger(__name__)
 
 _MARK = "asynctp_bound_calls"
 _TENSORS = ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]")
@@ -80,6 +83,9 @@ def write_calls(ops: Iterable[torch._ops.OpOverload], binder: str, version: int)
         try:
             writeline(_line(node, binder, version))
         except Unwritable:
+            writeline(ExternKernelAllocLine(V.graph.wrapper_code, node))
+        except Exception:  # nothing that a compile should fail of: the op's line is always right
+            log.warning("asynctp: %s is called by torch.ops, for want of a line of its own", node, exc_info=True)
             writeline(ExternKernelAllocLine(V.graph.wrapper_code, node))
 
     for op in ops:

@@ -22,9 +22,10 @@ from torch.distributed._functional_collectives import all_gather_tensor, reduce_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import asynctp_passes
-from asynctp_passes import AsyncTPPass, Config
+from asynctp_passes import AsyncTPPass, Config, compat
 from asynctp_passes.ops import call_sites
 from asynctp_passes.ops.call_sites import CallSite, SizedCallSite
+from asynctp_passes.torch_private import inductor_calls
 
 OPTIONS: dict[str, Any] = {"log": False, "fallback_by_default": True}
 """All other ops are called as they are: no C++ is compiled."""
@@ -50,8 +51,8 @@ def two() -> Iterator[None]:
 
 def lines(function: Callable[..., Any], *args: Any, **options: Any) -> str:
     """The lines of generated code that call fused ops, or bind what does."""
-    dynamic = options.pop("dynamic", None)
-    compiled = torch.compile(function, backend="asynctp", options={**OPTIONS, **options}, dynamic=dynamic)
+    dynamic, options = options.pop("dynamic", None), {**OPTIONS, "force_disable_caches": True, **options}
+    compiled = torch.compile(function, backend="asynctp", options=options, dynamic=dynamic)
     with torch.no_grad():
         _, codes = run_and_get_code(compiled, *args)
     found = [line.strip() for code in codes for line in code.splitlines() if "matmul" in line]
@@ -85,6 +86,27 @@ def test_what_keeps_the_ops_line_is_told(options: dict[str, Any], reason: str, t
     assert text.count("torch.ops.asynctp.") == 2
     assert "asynctp_bind" not in text
     assert asynctp_passes.reports()[-1].called == f"by torch.ops ({reason})"
+
+
+def test_a_line_that_cannot_be_written_is_the_ops(
+    two: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a torch has changed what it is made of: the compile does not fail."""
+    monkeypatch.setattr(inductor_calls, "_sizes", lambda inputs, wrapper: inputs.gone)
+    assert lines(layer, *tensors()).count("= torch.ops.asynctp.") == 2
+    assert "is called by torch.ops, for want of a line of its own" in caplog.text
+
+
+def test_groups_that_are_objects_keep_the_ops_lines(two: None) -> None:
+    graph = torch.fx.symbolic_trace(lambda group: group).graph
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "is_compiled", lambda graph: True)
+        assert call_sites.mark(graph, [], True) == ""
+        (group, *_) = graph.nodes
+        assert call_sites.mark(graph, ["0", group], True) == "by torch.ops (process groups are inputs of the graph)"
+        assert graph.owning_module.meta == {}
+        assert call_sites.mark(graph, ["0"], True) == "directly"
+        assert graph.owning_module.meta != {}
 
 
 def test_no_other_backend_gets_these_lines(two: None) -> None:
