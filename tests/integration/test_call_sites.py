@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 import torch.distributed as dist
 from interpreter import interpreter_fault
 from ranks import imagined_ranks, run_ranks
@@ -51,9 +52,9 @@ def two() -> Iterator[None]:
 
 def lines(function: Callable[..., Any], *args: Any, **options: Any) -> str:
     """The lines of generated code that call fused ops, or bind what does."""
-    dynamic, options = options.pop("dynamic", None), {**OPTIONS, "force_disable_caches": True, **options}
-    compiled = torch.compile(function, backend="asynctp", options=options, dynamic=dynamic)
-    with torch.no_grad():
+    dynamic = options.pop("dynamic", None)
+    compiled = torch.compile(function, backend="asynctp", options={**OPTIONS, **options}, dynamic=dynamic)
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         _, codes = run_and_get_code(compiled, *args)
     found = [line.strip() for code in codes for line in code.splitlines() if "matmul" in line]
     return "\n".join(line for line in found if "assert_" not in line and not line.startswith("#"))
