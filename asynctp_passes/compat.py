@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -1372,7 +1372,7 @@ class _Noted:
 
 
 _frames: weakref.WeakKeyDictionary[Any, _Frame] = weakref.WeakKeyDictionary()  # by the context of a compile
-_noted: weakref.WeakKeyDictionary[Any, dict[CodeType, _Noted]] = weakref.WeakKeyDictionary()  # by callback
+_noted: dict[Any, MutableMapping[CodeType, _Noted]] = {}  # by compiler
 
 
 def note_groups(
@@ -1399,7 +1399,7 @@ def note_groups(
     if frame is None or callback is None or not found:
         return
     _ask_of_frames(given_up, failed)
-    codes = _noted.setdefault(callback, {})
+    codes = _noted_by(callback)
     for code in {frame.code, _original(frame.code)}:
         known = codes[code].groups if code in codes else frozenset()
         codes[code] = _Noted(function.base, known | found)
@@ -1429,7 +1429,7 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
 
     @functools.wraps(original)
     def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        noted = _noted.get(self, {}).get(frame.f_code)
+        noted = _noted_by(self).get(frame.f_code)
         if noted and noted.at_limit == _limits(frame.f_code):  # Dynamo would say so again, with a warning
             result = ConvertFrameReturn(frame_exec_strategy=strategy_of(actions.RUN_ONLY, actions.DEFAULT))
             settle(self, frame, noted, result)
@@ -1440,7 +1440,7 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
             if noted:
                 failed(_at_limit(self, frame.f_code, noted))
             raise
-        if result.guarded_code is None and self in _noted:
+        if result.guarded_code is None and _noted_by(self):
             settle(self, frame, noted, result)
         return result
 
@@ -1458,12 +1458,20 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
     @functools.wraps(from_stance)
     def callback_from_stance(callback: Any) -> Any:
         chosen = from_stance(callback)
-        if (chosen is None or chosen is False) and callable(callback) and _noted.get(callback):
+        if (chosen is None or chosen is False) and callable(callback) and _noted_by(callback):
             return _asking(callback, given_up, chosen is False)
         return chosen
 
     convert_frame.CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
     eval_frame._callback_from_stance = callback_from_stance
+
+
+def _noted_by(callback: Any) -> MutableMapping[CodeType, _Noted]:
+    """The noted functions of all compiles by one compiler, whatever its options: Dynamo's limits are of a code."""
+    compiler = callback
+    while hasattr(compiler, "_torchdynamo_orig_backend"):
+        compiler = compiler._torchdynamo_orig_backend
+    return _noted.setdefault(getattr(compiler, "compiler_fn", type(compiler)), weakref.WeakKeyDictionary())
 
 
 def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) -> Callable[..., Any]:
@@ -1477,7 +1485,7 @@ def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) 
         if trace_rules.check(frame.f_code):
             return ConvertFrameReturn()
         actions = torch._C._dynamo.eval_frame._FrameAction
-        strategy, noted = torch._C._dynamo.eval_frame._FrameExecStrategy, _noted.get(callback, {}).get(frame.f_code)
+        strategy, noted = torch._C._dynamo.eval_frame._FrameExecStrategy, _noted_by(callback).get(frame.f_code)
         if noted and convert_frame.has_tensor_in_frame(frame):
             reason = f"torch.compiler.set_stance({stance!r}) is in force"
             given_up(noted.given_up(reason, "set one stance on every rank"))

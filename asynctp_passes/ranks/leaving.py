@@ -10,7 +10,6 @@ what becomes of it, and who writes it first decides: no rank goes on while anoth
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -22,12 +21,16 @@ from asynctp_passes.errors import DisagreementError
 from asynctp_passes.ops import run_check
 from asynctp_passes.planning.legality import is_on_wire
 from asynctp_passes.reporting.report import Report
+from asynctp_passes.waiting import looks, ranks_named
 
-__all__ = ["note"]
+__all__ = ["WARN_S", "note"]
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S = 0.02
+WARN_S = 10.0
+"""Seconds of waiting after which a warning says for whom."""
+
+_PAUSES_S = 0.0005, 0.02
 _TOGETHER, _ALONE = "together", "alone"
 _times: Counter[tuple[str, str]] = Counter()  # by group and place in its store: how often a function was given up
 
@@ -81,24 +84,35 @@ def _all_leave(function: str, group: str, groups: Mapping[str, compat.Peers]) ->
         return False
     place = f"asynctp/leaves/{peers.life}/{function}"
     _times[group, place] += 1
+    number = _times[group, place]
     try:
-        return _outcome(f"{place}/{_times[group, place]}", peers, groups) == _TOGETHER
+        together = _outcome(f"{place}/{number}", peers, groups) == _TOGETHER
+        if together and number > 1:  # whoever is in this call has read what became of the last one
+            for key in (peers.rank, *(["outcome"] if peers.rank == peers.ranks[0] else [])):
+                peers.store.delete_key(f"{place}/{number - 1}/{key}")
+        return together
     except RuntimeError as error:  # the store is gone
         log.warning("asynctp: the store of group %r does not answer (%s)", group, error)
         return False
 
 
 def _outcome(prefix: str, peers: compat.Peers, groups: Iterable[str]) -> str:
+    """What becomes of a call: the first rank that knows writes it down."""
     record, said = f"{prefix}/outcome", [f"{prefix}/{rank}" for rank in peers.ranks]
     peers.store.set(f"{prefix}/{peers.rank}", "1")
-    until = time.monotonic() + compat.group_timeout_s(peers.group)
-    while not peers.store.check([record]):
+    limit = compat.group_timeout_s(peers.group)
+
+    def warn() -> None:
+        missing = [rank for rank, key in zip(peers.ranks, said, strict=True) if not peers.store.check([key])]
+        log.warning("asynctp: waits up to %g s for %s to leave a compiled graph, too", limit, ranks_named(missing))
+
+    for passed in looks(limit, warn, warn_after=WARN_S, pauses=_PAUSES_S):
+        if peers.store.check([record]):
+            break
         awaited = any(map(ops.is_awaited, groups)) or run_check.is_awaited(peers)
-        over = awaited or time.monotonic() > until  # first: who has said so waits nowhere
+        over = awaited or passed >= limit  # first: who has said so waits nowhere
         if peers.store.check(said):
             peers.store.compare_set(record, "", _TOGETHER)
         elif over:
             peers.store.compare_set(record, "", _ALONE)
-        else:
-            time.sleep(_PAUSE_S)
     return str(peers.store.get(record).decode())
