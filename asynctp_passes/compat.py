@@ -1618,6 +1618,13 @@ def mesh_dimensions() -> dict[str, str]:
     return {name: mesh_dimension_of(name) for name in sorted(process_group_names())}
 
 
+def is_process_group(value: object) -> bool:
+    """True for an argument that is a process group, or the name of one."""
+    if isinstance(value, str):
+        return value in process_group_names()
+    return bool(group_name_of(value.meta.get("val") if isinstance(value, torch.fx.Node) else value))
+
+
 def process_group_names() -> set[str]:
     """The names of this process's process groups; empty before the first is made."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

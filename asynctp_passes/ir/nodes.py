@@ -43,6 +43,7 @@ __all__ = [
     "tensor_of",
     "traits_of",
     "value_of",
+    "values_of",
     "written_by",
 ]
 
@@ -152,6 +153,13 @@ def tensor_of(node: object) -> torch.Tensor | None:
         return None
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def values_of(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that an op returns."""
+    value = node.meta.get("val")
+    found = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else [value]
+    return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 def dtype_of(node: fx.Node | None) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""Say why collectives of other kinds, and ops that look like a collective, are left alone. Pure."""
+"""Say why collectives of other kinds, and those that cannot be read, are left alone. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import unknown_group
 from asynctp_passes.ir.nodes import called_name, describe, mutates, op_name, tensor_of
-from asynctp_passes.ir.registry import collective_op
+from asynctp_passes.ir.registry import can_promise, collective_op, kind_of_other
 from asynctp_passes.matching.chains import Candidate
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.reasons import Refusal
@@ -17,7 +17,7 @@ __all__ = ["match_other"]
 
 
 def match_other(context: MatchContext, collective: Collective) -> Candidate:
-    """Collectives of other kinds, and ops that look like a collective."""
+    """Collectives of other kinds, and those that cannot be read."""
     nodes = context.sorted([collective.node, *collective.waits])
     return Candidate(collective, None, (_other_refusal(context, collective),), nodes)
 
@@ -29,11 +29,12 @@ def _other_refusal(context: MatchContext, collective: Collective) -> Refusal:
     if name.startswith("symm_mem.fused"):
         return Refusal(reasons.ALREADY_FUSED, name)
     op = collective_op(op_name(collective.node))
-    does = name if op is None else op.kind
-    if not any(word in does for word in ("gather", "reduce_scatter", "reducescatter", "all_reduce", "allreduce")):
+    kind = kind_of_other(name) if op is None else op.kind
+    if kind == "other" and not can_promise(name):
         return Refusal(reasons.OTHER_COLLECTIVE, name)
-    reaches = _results_reach_matmul if "gather" in does else _inputs_reach_matmul
-    reached = reaches(context, collective.node)
+    reached = (kind in ("all_gather", "other") and _results_reach_matmul(context, collective.node)) or (
+        kind != "all_gather" and _inputs_reach_matmul(context, collective.node)
+    )
     known = op is not None and tensor_of(collective.node) is not None
     facts = f"{name} makes {describe(collective.node)} of {describe(collective.input)}" if known else name
     if (group := unknown_group(collective.call or collective.node)) is not None:

@@ -118,10 +118,15 @@ def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> lis
             continue
         if near_miss.only_scales(context.scalings, node):
             scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
-        elif not near_miss.looks_up(node, source) and (way := context.ways_down.path(node, source)):
+        elif not near_miss.looks_up(node, source) and (way := _way_to_matmul(context, source, node)):
             refusal = next((refused[step] for step in way if step in refused), propagation.refused.get(node))
             reached.append(_Miss(_on_the_way(way, refusal), (*context.sorted(region.views_to([source])), *way)))
     return reached or scaled[:1] or [_Miss(_goes_elsewhere(context, region.gather, propagation))]
+
+
+def _way_to_matmul(context: MatchContext, source: fx.Node, node: fx.Node) -> list[fx.Node]:
+    """The way from a use of a gathered tensor to a matmul; empty without one."""
+    return context.ways_down.path(node, source) if near_miss.follows_rows(node, source) else []
 
 
 def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Propagation) -> Refusal:

@@ -97,7 +97,7 @@ def _all_leave(function: str, group: str, groups: Mapping[str, compat.Peers]) ->
 
 
 def _outcome(prefix: str, peers: compat.Peers, groups: Iterable[str]) -> str:
-    """What becomes of a call: the first rank that knows writes it down."""
+    """The outcome of a call. The first rank that knows it writes it down."""
     record, said = f"{prefix}/outcome", [f"{prefix}/{rank}" for rank in peers.ranks]
     peers.store.set(f"{prefix}/{peers.rank}", "1")
     limit = compat.group_timeout_s(peers.group)

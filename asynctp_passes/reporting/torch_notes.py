@@ -12,11 +12,15 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.nodes import tensor_of
+from asynctp_passes.ir.order import opaque_ops
 
 __all__ = ["from_another_process", "hidden_calls", "notes"]
 
 _BROKE = "torch broke a graph at "
 """How the note on breaks of graphs begins."""
+
+_NAMED = 8
+"""How many ops a note names."""
 
 _GATHER_HELPER = "_maybe_view_chunk_cat"
 """What `all_gather_tensor` calls for a dimension but the first; dynamo of torch 2.11 and 2.12 does not trace it."""
@@ -62,10 +66,23 @@ _HIDING = {
 
 def notes(graph: fx.Graph, phase: str) -> tuple[str, ...]:
     """Sentences about a graph that its remarks do not say; most graphs have none."""
-    found = [hidden_calls()]
+    found = [hidden_calls(), _opaque(graph)]
     if phase == "forward":
         found.append(_checkpoint_of_dtensors(graph, str(torch.__version__)))
     return tuple(note for note in found if note)
+
+
+def _opaque(graph: fx.Graph) -> str:
+    """The note on ops that may communicate, where there is anybody to communicate with."""
+    found = dict.fromkeys(name for node in graph.nodes for name in opaque_ops(node)) if compat.has_peers() else {}
+    if not found:
+        return ""
+    names = [*list(found)[:_NAMED], *(["..."] if len(found) > _NAMED else [])]
+    return (
+        f"nothing tells whether these ops communicate, so each keeps its place: {', '.join(names)}; register a "
+        "collective with register_collective, a matmul with register_matmul, and others that stay on one rank with "
+        "register_local or register_rowwise"
+    )
 
 
 def from_another_process(notes: Sequence[str]) -> tuple[str, ...]:
