@@ -1127,6 +1127,13 @@ def inductor_mode_options(mode: str | None) -> dict[str, Any]:
     return dict(list_mode_options(mode)) if mode and mode != "default" else {}
 
 
+def is_batch_invariant() -> bool:
+    """True under `torch._inductor.config.batch_invariant`, which torch has from 2.13 on."""
+    from torch._inductor import config
+
+    return bool(getattr(config, "batch_invariant", False))
+
+
 def inductor_option_names() -> set[str]:
     """The names of all Inductor options."""
     from torch._inductor import config

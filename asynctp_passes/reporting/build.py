@@ -69,7 +69,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
         plan_digest=_plan_digest(remarks, buckets),
         buckets=buckets,
         questions=tuple(one.with_answer(answers[one.group]) for one in questions),
-        notes=(*torch_notes.notes(graph, phase), *ranks_differ),
+        notes=(*torch_notes.notes(graph, phase, any(one.outcome == "FUSED" for one in remarks)), *ranks_differ),
         matmuls=sum(map(is_matmul, graph.nodes)),
         crossings=() if phase == "backward" else crossings_of(graph, _unfused(plan.decisions, config)),
     )

@@ -64,9 +64,18 @@ _HIDING = {
 """For what dynamo says when it breaks a graph, or gives a frame up: at which call, why, and what to do."""
 
 
-def notes(graph: fx.Graph, phase: str) -> tuple[str, ...]:
-    """Sentences about a graph that its remarks do not say; most graphs have none."""
+_VARIANT = (
+    "torch._inductor.config.batch_invariant is on, which asynctp does not promise: the bits of a fused chain's rows may "
+    "depend on how many rows there are, since that chooses the matmul. Leave groups out by Config(groups=...) where "
+    "they must not"
+)
+
+
+def notes(graph: fx.Graph, phase: str, fuses: bool = False) -> tuple[str, ...]:
+    """Sentences about a graph that its remarks do not say; most graphs have none. fuses: It has a fused chain."""
     found = [hidden_calls(), _opaque(graph)]
+    if fuses and compat.is_batch_invariant():
+        found.append(_VARIANT)
     if phase == "forward":
         found.append(_checkpoint_of_dtensors(graph, str(torch.__version__)))
     return tuple(note for note in found if note)

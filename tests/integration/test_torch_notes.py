@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from dumps import CORPUS, dump_paths, load
+from graph_builder import GraphBuilder
 from passes import run_pass
 from scripts import run_forked
 
 import asynctp_passes
 from asynctp_passes import Report, compat
 from asynctp_passes.reporting import torch_notes
+
+_OPS = torch.library.Library("notes_like", "FRAGMENT")
+_OPS.define("custom_sum(Tensor x) -> Tensor")
 
 BROKEN = "Dynamo developers have intentionally marked that the function `_maybe_view_chunk_cat` should not be traced."
 
@@ -42,6 +46,23 @@ def test_no_other_graph_of_the_corpus_has_a_note(monkeypatch: pytest.MonkeyPatch
     forwards = [path for path in dump_paths() if path.stem.endswith("__0")]
     noted = {path.stem for path in forwards if torch_notes.notes(load(path).graph, "forward")}
     assert noted == {"block_sp_full_ac__0", "torchao_rowwise_block_full_ac__0"}
+
+
+@pytest.mark.skipif(not hasattr(torch._inductor.config, "batch_invariant"), reason="torch has it from 2.13 on")
+def test_fused_chains_under_the_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt"
+    assert run_pass(load(path).graph).notes == ()
+    monkeypatch.setattr(torch._inductor.config, "batch_invariant", True)
+    (note,) = run_pass(load(path).graph).notes
+    assert "batch_invariant is on, which asynctp does not promise" in note
+
+
+def test_an_op_that_may_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "has_peers", lambda: True)
+    b = GraphBuilder()
+    x = b.mm(b.input("x", [4, 8]), b.input("w", [8, 8]))
+    (note,) = run_pass(b.returns(b.call_like(x.meta["val"], torch.ops.notes_like.custom_sum.default, x))).notes
+    assert "notes_like.custom_sum.default; register a collective with register_collective" in note
 
 
 def test_a_gather_hidden_by_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
