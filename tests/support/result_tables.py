@@ -20,7 +20,7 @@ from asynctp_kernels.cuda.choose.names import RENAMED
 from asynctp_passes.tools.bench import NOISE
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = tuple(ROOT / "docs" / "explanation" / name for name in ("how-it-works.md", "results.md"))
+PAGES = (ROOT / "docs" / "explanation" / "results.md",)
 RESULTS = ROOT / "docs" / "results"
 SHIPPED = ROOT / "kernels" / "asynctp_kernels" / "cuda" / "choose" / "measured.json"
 FEW_ROWS, BESIDE = "2026-11-28-h100x4", "2026-11-28-h200x4/beside.jsonl"
@@ -138,9 +138,9 @@ def summary() -> str:
 
 
 RUNS = (
-    (FOUR, "4 × H200", "[2026-11-28](results.md#four-h200s)"),
-    (TWO, "2 × H200", "[2026-11-25](results.md#two-h200s)"),
-    (H100, "2 × H100", "[2026-11-25](results.md#two-h100s)"),
+    (FOUR, "4 × H200", "[2026-11-28](#four-h200s)"),
+    (TWO, "2 × H200", "[2026-11-25](#two-h200s)"),
+    (H100, "2 × H100", "[2026-11-25](#two-h100s)"),
 )
 
 

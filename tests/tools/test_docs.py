@@ -135,20 +135,26 @@ def test_code_runs_and_prints_the_output_shown(page: Path, tmp_path: Path, monke
     assert [line for line in shown if line not in printed and line != "..."] == []
 
 
-@pytest.mark.parametrize(
-    ("heading", "files", "least"), [("The GEMM, step by step", "*kernels.py", 6), ("The host's part", "script.py", 1)]
-)
-def test_excerpts_are_from_the_code(heading: str, files: str, least: int) -> None:
+def test_excerpts_are_from_the_code() -> None:
     """Line by line, without comments and indentation; `...` stands for what is left out."""
     folder = ROOT / "kernels" / "asynctp_kernels" / "cuda"
-    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob(files)))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
     known = {_bare(line) for line in source.splitlines()}
-    page = (DOCS / "explanation" / "protocol.md").read_text(encoding="utf-8")
-    _, section = page.split(f"\n## {heading}\n")
-    blocks = _BLOCK.findall(section.split("\n## ")[0])
-    assert len(blocks) >= least
+    blocks = _BLOCK.findall((DOCS / "internals" / "protocol.md").read_text(encoding="utf-8"))
+    assert len(blocks) >= 4
     lines = [_bare(line) for block in blocks for line in block.splitlines()]
     assert [line for line in lines if line not in known and line != "..."] == []
+
+
+def test_private_names_of_torch_on_the_page_of_hooks_are_used() -> None:
+    page = (DOCS / "explanation" / "hooks.md").read_text(encoding="utf-8")
+    _, section = page.split("\n## Private names\n")
+    rows = re.findall(r"^\| (`.*?) \|", section.split("\n## ")[0], re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(names) >= 20
+    package = ROOT / "asynctp_passes"
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py")))
+    assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
 
 
 def _bare(line: str) -> str:
