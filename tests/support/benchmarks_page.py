@@ -87,6 +87,7 @@ OTHER_STEPS = (
     Run("4×H100", "2.11", "689577b", H100_4, ("steps-fp8.txt",), "--sizes 8b --kinds fp8 --rounds 5"),
     Run("2×H200", "2.11", "41cdbc9", "2026-11-29-h200x2", ("steps.txt",), "--kinds bf16"),
     Run("2×H200", "2.11", "12993f7", H200_2, ("e2e-70b.txt", "e2e-8b.txt"), "--kinds fp8-rowwise"),
+    Run("2×H200", "2.11", "685312b", "2026-11-23-h200x2", ("e2e-70b-tensorwise.txt", "e2e-8b.txt"), "--kinds fp8"),
     Run("2×H100", "2.11", "10f65ce", H100_2, ("e2e.txt",), KINDS_OF_STEPS),
 )
 FEW_TOKENS = (
@@ -112,7 +113,7 @@ MANY_SUMS = Run("4×H100", "2.11", "482ac61", "2026-11-27-h100x4", ("all-reduce-
 GEMM = Run("1×H100", "2.11", "01f3971", "2026-11-25-h100x1", ("gemm.jsonl",), "python tests/gpu/gemm.py")
 HOST = Run("4×H100", "2.11", "689577b", H100_4, ("host.jsonl",), "torchrun --nproc_per_node=4 tests/gpu/host.py")
 PEAKS = Run(
-    "1×H200 with 4 ranks", "2.15", "c0ea859", "2026-11-28-h200x1", ("peaks.jsonl",),
+    "4 ranks on 1×H200", "2.15", "c0ea859", "2026-11-28-h200x1", ("peaks.jsonl",),
     "torchrun --nproc_per_node=4 tests/gpu/peaks.py",
 )  # fmt: skip
 TRAINING = RESULTS / "training.jsonl"
@@ -181,7 +182,7 @@ def steps_of_blocks() -> str:
         if ours is None:
             cells += [NONE, NONE, f"{plain.exposed:.1f}", f"{plain.host:.1f}", f"{plain.peak:.2f}"]
         else:
-            cells += [f"{ours.time:.1f}", f"**{ours.speedup:.2f}** ({ours.forward:.2f})"]
+            cells += [f"{ours.time:.1f}", f"**{ours.speedup:.2f}**/{ours.forward:.2f}"]
             cells += [f"{plain.exposed:.1f}→{ours.exposed:.1f}", f"{plain.host:.1f}→{ours.host:.1f}"]
             cells.append(f"{plain.peak:.2f}→{ours.peak:.2f}")
         lines.append(cells)
@@ -217,7 +218,8 @@ def few_tokens() -> str:
 
 
 def speedups(step: Step) -> str:
-    return f"{step.speedup:.2f} ({step.forward:.2f})"
+    """Of the step and the forward."""
+    return f"{step.speedup:.2f}/{step.forward:.2f}"
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -415,10 +417,10 @@ def checks() -> str:
     for line in lines:
         count, _ = line["machine"].split(" x ")
         where = gpus(line["machine"])
-        where = where if int(count) == line["ranks"] else f"{where} with {line['ranks']} ranks"
+        where = where if int(count) == line["ranks"] else f"{line['ranks']} on {where}"
         where += ", 2.15" if line["torch"].startswith("2.15") else ""
         found.setdefault(line["check"], {}).setdefault(where, []).append(f"{line['right']:,}")
-    body = [[check, "; ".join(f"{where}: {' + '.join(each)}" for where, each in places.items())]
+    body = [[check, "; ".join(f"{where}: {'+'.join(each)}" for where, each in places.items())]
             for check, places in found.items()]  # fmt: skip
     days = sorted({line["date"] for line in lines})
     right, refused = (sum(line.get(name, 0) for line in lines) for name in ("right", "refused"))
