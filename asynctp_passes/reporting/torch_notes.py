@@ -65,7 +65,7 @@ _HIDING = {
 
 
 _VARIANT = (
-    "torch._inductor.config.batch_invariant is on, which asynctp does not promise: the bits of a fused chain's rows may "
+    "torch._inductor.config.batch_invariant is on, which asynctp does not promise: the bits of a fused chain may "
     "depend on how many rows there are, since that chooses the matmul. Leave groups out by Config(groups=...) where "
     "they must not"
 )

@@ -12,7 +12,7 @@ An all-reduce that is pushed is a scatter of equal runs of bytes, whose sums all
 in symmetric memory, too, from where the copy engines of the others pull it to where the result is. That is the place of
 the matmuls: where another rank's sum comes, its part was, and had been sent to it. All ranks pull at the same time, and
 in step. Shared slice by slice, while others still push, parts and sums get in each other's way on the links:
-`docs/explanation/results.md`.
+`docs/internals/measurements.md`.
 
 The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. But for NCCL the sum over
 ranks is in fp32, in rank order, rounded once: the same bits in every run. The data on its way has the dtype of the

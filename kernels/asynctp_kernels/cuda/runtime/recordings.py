@@ -7,7 +7,7 @@ second time is recorded, and from then on launched. The first call, a call on ne
 the program's enqueue as ever: the same work, in the same order, to the same bits.
 
 Small tensors get new addresses for dozens of steps longer than large ones: they share a few segments of memory with all
-that a program keeps for another step, be it a loss (docs/explanation/whole-steps.md). So where a call comes again whose
+that a program keeps for another step, be it a loss (docs/internals/measurements.md). So where a call comes again whose
 *small operands*, scales and biases, are elsewhere, it is recorded with places of its own for them. It begins with
 copies to there, and each launch is told from where. They take the GPU some time, so once small operands stay, the call
 is recorded without.
