@@ -266,7 +266,7 @@ def test_render() -> None:
 
 def test_the_page_shows_what_is_printed() -> None:
     """The example of the how-to is this made-up machine's."""
-    facts = replace(GPU, torch="2.11.0+cu130", triton="3.6.0", numpy="2.3.5", table_gpus=None)
+    facts = replace(GPU, torch="2.13.0+cu130", triton="3.7.1", table_gpus=None)
     facts = replace(facts, table_path="~/.cache/asynctp/tuning.json", environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     [example] = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     folder = "/opt/venv/asynctp_"

@@ -170,17 +170,22 @@ def test_no_import_goes_in_a_circle_within_a_room(room: str) -> None:
     TopologicalSorter({module: others - {module} for module, others in inner.items()}).prepare()
 
 
-@pytest.mark.parametrize("room", [name for names in ROWS for name in names if (PASSES / name).is_dir()])
-def test_a_room_says_its_job(room: str) -> None:
-    """And contributors are told the same, with all of its modules."""
-    told = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    assert f"| `{room}` |" in told
-    job = ast.get_docstring(modules(PASSES / room)["__init__"])
-    assert job
-    if room != "ops":
-        assert job.splitlines()[0].rstrip(".") in told
-    row = next(line for line in told.splitlines() if line.startswith(f"| `{room}` |"))
-    assert [one for one in modules(PASSES / room) if one != "__init__" and f"`{one.split('/')[0]}`" not in row] == []
+ROOMS = {name: PASSES / name for names in ROWS for name in names if (PASSES / name).is_dir()}
+ROOMS |= {name: KERNELS / "cuda" / name for names in CUDA_ROWS for name in names if (KERNELS / "cuda" / name).is_dir()}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_says_its_job_and_so_do_its_modules(room: str) -> None:
+    """The first line of a docstring does. Contributors are told that of each room."""
+    jobs = {module: ast.get_docstring(tree) for module, tree in modules(ROOMS[room]).items()}
+    assert [module for module, job in jobs.items() if not job] == []
+    row = next(line for line in told_rows() if line.startswith(f"| `{room}` |"))
+    assert room == "ops" or str(jobs["__init__"]).splitlines()[0].rstrip(".") in row
+
+
+def told_rows() -> list[str]:
+    """The rows of rooms in CONTRIBUTING, the highest first."""
+    return re.findall(r"^\| `\w+` \|.*$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
 
 
 def test_no_room_of_the_kernels_imports_a_higher_one() -> None:
@@ -196,10 +201,12 @@ def test_no_room_of_the_kernels_imports_a_higher_one() -> None:
     assert [(room, other) for room, other in sorted(found) if row_of.get(other, len(CUDA_ROWS)) > row_of[room]] == []
 
 
-def test_contributors_are_told_these_rows() -> None:
-    told = re.findall(r"^    (\d+)  (.+)$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
-    rows = {int(row): tuple(names.split()) for row, names in told}
-    assert [rows[row] for row in range(len(ROWS))] == list(ROWS)
+@pytest.mark.parametrize("rows", [ROWS, CUDA_ROWS], ids=["passes", "kernels"])
+def test_contributors_see_a_room_above_those_that_it_imports(rows: tuple[tuple[str, ...], ...]) -> None:
+    row_of = {f"| `{name}` |": row for row, names in enumerate(rows) for name in names}
+    told = [row for line in told_rows() for start, row in row_of.items() if line.startswith(start)]
+    assert len(told) > 3
+    assert told == sorted(told, reverse=True)
 
 
 def test_only_rewriting_edits_graphs() -> None:
