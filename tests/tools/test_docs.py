@@ -8,12 +8,12 @@ from pathlib import Path
 
 import asynctp_kernels
 import pytest
+import reasons_page
 from scripts import run_script
 
 import asynctp_passes
 from asynctp_passes.config import RUNTIME_VARIABLES, Config
-from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
-from asynctp_passes.tools import reason_programs
+from asynctp_passes.reasons import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -57,9 +57,8 @@ def _code(path: Path) -> str:
 
 
 def test_reasons_page_is_the_catalogue() -> None:
-    page = (DOCS / "reference" / "reasons.md").read_text(encoding="utf-8")
-    written = catalogue_markdown(reason_programs.INTRODUCTION, reason_programs.markdown())
-    assert page == written, "write it anew: asynctp reasons --markdown > docs/reference/reasons.md"
+    written = reasons_page.PAGE.read_text(encoding="utf-8")
+    assert written == reasons_page.page(), "write it anew: python tests/support/reasons_page.py"
 
 
 def test_reasons_named_in_pages_exist() -> None:
