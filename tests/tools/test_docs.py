@@ -9,6 +9,7 @@ from pathlib import Path
 import asynctp_kernels
 import pytest
 import reasons_page
+import support_page
 from scripts import run_script
 
 import asynctp_passes
@@ -59,6 +60,17 @@ def _code(path: Path) -> str:
 def test_reasons_page_is_the_catalogue() -> None:
     written = reasons_page.PAGE.read_text(encoding="utf-8")
     assert written == reasons_page.page(), "write it anew: python tests/support/reasons_page.py"
+
+
+def test_support_page_is_the_table_of_forms() -> None:
+    written = support_page.PAGE.read_text(encoding="utf-8")
+    assert written == support_page.page(), "write it anew: python tests/support/support_page.py"
+
+
+@pytest.mark.parametrize("form", [form for forms in support_page.SECTIONS.values() for form in forms], ids=str)
+def test_a_supported_form_is_shown_by_tests_with_that_outcome(form: support_page.Form) -> None:
+    assert form.shown_by
+    assert list(form.faults()) == []
 
 
 def test_reasons_named_in_pages_exist() -> None:
