@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 
 import asynctp_kernels
+import page_parts
 import pytest
 import reasons_page
 import support_page
 from scripts import run_script
 
 import asynctp_passes
-from asynctp_passes.config import RUNTIME_VARIABLES, Config
 from asynctp_passes.reasons import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,15 +82,10 @@ def test_reasons_named_in_pages_exist() -> None:
             assert name in ("", known[code]), f"{_name(page)} calls {code} {name}; it is {known[code]}"
 
 
-def test_every_config_field_is_documented_with_its_default() -> None:
-    page = (DOCS / "reference" / "config.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*)$", page, re.MULTILINE))
-    assert list(rows) == list(Config.field_names())
-    for name, row in rows.items():
-        default = repr(getattr(Config(), name)).replace("'", '"')
-        assert row.startswith(f"`ASYNCTP_{name.upper()}` | `{default}` |"), name
-    for name in RUNTIME_VARIABLES:
-        assert f"| `ASYNCTP_{name.upper()}` |" in page
+@pytest.mark.parametrize("page", page_parts.PARTS)
+def test_parts_of_a_page_are_those_of_the_code(page: str) -> None:
+    is_there = (page_parts.FOLDER / page).read_text(encoding="utf-8")
+    assert is_there == page_parts.written(page), "write it anew: python tests/support/page_parts.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
