@@ -50,8 +50,8 @@ RUNTIME_VARIABLES = {
     "recorded_calls": "how many calls of a group are kept recorded as CUDA graphs (default: 4096; 0: none)",
     "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads",
     "nvtx": "1: each call of a fused op is an NVTX range with its name; read at the import of asynctp (default: 0)",
-    "require": "condition for an exit status of 0, as asynctp_passes.require takes it: fused=8, missed=0, or both with a "
-    "comma between",
+    "require": "condition for an exit status of 0, as asynctp_passes.require takes it: fused=8, missed=0, or both with "
+    "a comma between",
 }
 """`ASYNCTP_*` variables that steer the ops at run time rather than a compile, with what they mean."""
 
