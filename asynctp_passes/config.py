@@ -48,7 +48,8 @@ RUNTIME_VARIABLES = {
     "timeout_s": "seconds after which a wait for a peer gives up with an error (default: 60 on CPU, on CUDA the "
     "timeout of the process group)",
     "recorded_calls": "how many calls of a group are kept recorded as CUDA graphs (default: 4096; 0: none)",
-    "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads",
+    "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads (default: "
+    "~/.cache/asynctp/tuning.json)",
     "nvtx": "1: each call of a fused op is an NVTX range with its name; read at the import of asynctp (default: 0)",
     "require": "condition for an exit status of 0, as asynctp_passes.require takes it: fused=8, missed=0, or both with "
     "a comma between",
