@@ -200,6 +200,30 @@ def test_readme_is_read_in_a_minute() -> None:
     assert len(figures(readme)) <= 25
 
 
+_RESULTS = DOCS / "results"
+_GENERATED = {reasons_page.PAGE, support_page.PAGE}
+
+
+def _words(page: Path) -> int:
+    return len(page.read_text(encoding="utf-8").split())
+
+
+def test_docs_are_short() -> None:
+    """All pages together, without those of raw results."""
+    assert sum(_words(page) for page in DOCS.rglob("*.md") if _RESULTS not in page.parents) <= 40_000
+
+
+def test_no_page_for_users_is_long() -> None:
+    """Generated ones excepted, which are looked up and not read; internals are for those who change the code."""
+    left_out = (_RESULTS, DOCS / "internals")
+    pages = [page for page in DOCS.rglob("*.md") if not set(left_out) & set(page.parents) and page not in _GENERATED]
+    assert {_name(page): _words(page) for page in pages if _words(page) > 2_500} == {}
+
+
+def test_raw_results_are_small() -> None:
+    assert sum(path.stat().st_size for path in _RESULTS.rglob("*") if path.is_file()) <= 1_500_000
+
+
 def test_figures_of_the_readme_are_those_of_the_raw_results() -> None:
     """Its table of steps: plain Inductor's milliseconds, and the speeds of both others."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
