@@ -40,18 +40,19 @@ _CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 _ENVIRONMENT_PREFIX = "ASYNCTP_"
 
 RUNTIME_VARIABLES = {
-    "cpu_implementation": "what the fused ops run on CPU tensors: reference (plain collectives and matmuls; default) "
-    "or interpreted (the Triton kernels under TRITON_INTERPRET=1: slow, for tests)",
-    "cuda_implementation": "what the fused ops run on CUDA tensors: auto (the fastest; default), fused, decomposed, "
-    "direct, sequential or whole; one that cannot run a call raises",
+    "cpu_implementation": "implementation on CPU tensors: reference, plain collectives and matmuls (default), or "
+    "interpreted, the Triton kernels under TRITON_INTERPRET=1: slow, for tests",
+    "cuda_implementation": "implementation on CUDA tensors: auto, the fastest (default), fused, decomposed, direct, "
+    "sequential or whole; one that cannot run a call raises",
     "agree_s": "seconds that a compile waits for the other ranks of a group to decide alike (default: 30)",
     "timeout_s": "seconds after which a wait for a peer gives up with an error (default: 60 on CPU, on CUDA the "
     "timeout of the process group)",
     "recorded_calls": "how many calls of a group are kept recorded as CUDA graphs (default: 4096; 0: none)",
-    "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads",
+    "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads (default: "
+    "~/.cache/asynctp/tuning.json)",
     "nvtx": "1: each call of a fused op is an NVTX range with its name; read at the import of asynctp (default: 0)",
-    "require": "what must be true when a process ends, or its exit status is 1: fused=8, or fused=8,missed=0, as "
-    "asynctp_passes.require takes it",
+    "require": "condition for an exit status of 0, as asynctp_passes.require takes it: fused=8, missed=0, or both with "
+    "a comma between",
 }
 """`ASYNCTP_*` variables that steer the ops at run time rather than a compile, with what they mean."""
 
@@ -83,17 +84,17 @@ class Config:
         bucket: Let small all-reduces (max or min) that do not wait for one another become one.
         store_scales: Let Inductor store fp8's scales, in graphs with fused chains, instead of computing them again for
             every element that they are multiplied with.
-        rematerialize: Whether gathers of the forward are made again in the backward, instead of keeping what was
-            gathered: `"always"`, where that can be done, `"never"`, or, by default (`"auto"`), in graphs where matmuls
-            overlap them. Where activation checkpointing has its say about a gather, that holds.
-        deviate: Let ranks send something cheaper than the program's collectives do, where all of them can: fp8 in place
-            of what is quantized afterwards, or one sum in place of several. Without it, ranks may compile whatever they
-            like, whenever they like. With it they ask one another when compiling: what one does not do, none does.
+        rematerialize: Whether the backward makes gathers of the forward again, so that less of what is gathered is
+            kept. `"always"`: where that can be done. `"auto"`: where it is worth a call, and matmuls overlap it.
+            `"never"`: nowhere.
+        deviate: Let ranks send something cheaper than the program's collectives do, where all of them can, as one sum
+            in place of several. When compiling, ranks ask one another: what one does not do, none does. Without it,
+            ranks may compile whatever they like, whenever they like.
         log: Log an entry per collective (MISSED as warning, the others as info).
         trace: Emit each report as a structured-trace artifact, which tlparse shows.
         report_file: Append each report to this file as one line of JSON; None writes none.
-        graph_dir: Write a page with the graph before and after, chains coloured by outcome, into this folder
-            for every compiled graph, and `index.html`, which lists them; None writes none.
+        graph_dir: Write a page for every compiled graph into this folder, with the graph before and after, and
+            `index.html`, which lists them; None writes none.
 
     Every field can also be set by an environment variable: `ASYNCTP_` and its name in capitals; an explicit
     argument of `Config.from_options` wins over the environment.

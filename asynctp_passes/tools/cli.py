@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asynctp_passes.config import Config, ConfigError, can_be_written, required
-from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
+from asynctp_passes.reasons import CATALOGUE, Reason
 from asynctp_passes.reporting import files
 from asynctp_passes.reporting.report import Remark, Report
 from asynctp_passes.tools import profile
@@ -173,7 +173,6 @@ def _parser() -> argparse.ArgumentParser:
         "reasons", help="explain why a chain was not fused; of one CODE, show a program mended"
     )
     reasons.add_argument("code", nargs="?", metavar="CODE", help="a code or a name, as ATP105 or COMPUTED_BETWEEN")
-    reasons.add_argument("--markdown", action="store_true", help="print the reference page of all reasons")
     reasons.set_defaults(run=_reasons, parser=reasons)
 
     report = commands.add_parser("report", help="print the reports that Config.report_file collected")
@@ -668,11 +667,8 @@ def _summaries(trace: profile.Trace, options: argparse.Namespace) -> list[profil
 
 
 def _reasons(options: argparse.Namespace) -> int:
-    if options.code is not None or options.markdown:
+    if options.code is not None:
         from asynctp_passes.tools import reason_programs  # imports torch: slow
-    if options.markdown:
-        print(catalogue_markdown(reason_programs.INTRODUCTION, reason_programs.markdown()), end="")
-        return 0
     for reason in _selected(options.code):
         print(f"{reason.code} {reason.name} ({reason.outcome})\n    {reason.text}")
         print("".join(f"    {title}: {hint}\n" for title, hint in reason.remedies().items()), end="")

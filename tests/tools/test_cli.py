@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import asynctp_passes
-from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
+from asynctp_passes.reasons import CATALOGUE
 from asynctp_passes.reporting.report import Remark, Report
-from asynctp_passes.tools import cli, reason_programs
+from asynctp_passes.tools import cli
 from asynctp_passes.tools.cli import main
 
 REMARK = Remark("FUSED", "all_gather_matmul", "gather", nodes=("gather", "mm"), op="asynctp::all_gather_matmul")
@@ -45,11 +45,6 @@ def test_reasons_explains_one(spelling: str, capsys: pytest.CaptureFixture[str])
 def test_reasons_explains_one_that_no_program_shows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reasons", "ATP302"]) == 0
     assert "# No program gives it on a CPU: it needs a device" in capsys.readouterr().out
-
-
-def test_reasons_markdown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reasons", "--markdown"]) == 0
-    assert capsys.readouterr().out == catalogue_markdown(reason_programs.INTRODUCTION, reason_programs.markdown())
 
 
 def test_unknown_code(capsys: pytest.CaptureFixture[str]) -> None:
