@@ -22,6 +22,7 @@ from asynctp_passes.errors import DisagreementError
 from asynctp_passes.ops import run_check
 from asynctp_passes.planning.legality import is_on_wire
 from asynctp_passes.reporting.report import Report
+from asynctp_passes.torch_private import giving_up
 
 __all__ = ["note"]
 
@@ -36,7 +37,7 @@ def note(report: Report, config: Config) -> None:
     """Note a graph that is compiled or came from a cache, should Dynamo give up the function that it is of."""
     dims = compat.mesh_dimensions()
     groups = (one.group for one in report.questions if is_on_wire(one.group, dims.get(one.group, ""), config))
-    compat.note_groups(groups, given_up=_leave, failed=_told)
+    giving_up.note_groups(groups, given_up=_leave, failed=_told)
 
 
 def _waits(peers: compat.Peers) -> bool:
@@ -48,7 +49,7 @@ def _has_wire(world_size: int) -> bool:
     return not ops.compares_calls(world_size)[0] if compat.uses_gpus() else ops.on_wire("cpu")
 
 
-def _leave(given_up: compat.GivenUp) -> None:
+def _leave(given_up: giving_up.GivenUp) -> None:
     """Return if all ranks leave; else tell the peers, and raise.
 
     Raises:
@@ -58,7 +59,7 @@ def _leave(given_up: compat.GivenUp) -> None:
         raise error
 
 
-def _told(given_up: compat.GivenUp) -> DisagreementError | None:
+def _told(given_up: giving_up.GivenUp) -> DisagreementError | None:
     """The error of a rank that leaves alone, which its peers raise too; None if all ranks leave."""
     found = {name: compat.peers_of(name) for name in sorted(given_up.groups)}
     groups = {name: peers for name, peers in found.items() if peers is not None and _waits(peers)}
