@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective, ScaledOptions, ScalesOfA, nodes_of
 from asynctp_passes.ir.matmuls import contracts_rows
 from asynctp_passes.ir.nodes import dtype_of, tensor_of
@@ -28,6 +28,7 @@ from asynctp_passes.matching.placed_matmuls import PlacedMatmul, placed_matmuls,
 from asynctp_passes.matching.scaled_epilogue import scalings
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = ["candidate_of", "following", "match_gather"]
 
@@ -183,7 +184,7 @@ def _rows_that_scale(region: ShardRegion, data: GatherPlacement, multiplications
     used = region.used_elsewhere(set())
     end, users = next(iter(used.items())) if len(used) == 1 else (None, ())
     value = tensor_of(end)
-    if end is None or end in region.cut_steps or value is None or not compat.is_contiguous(value):
+    if end is None or end in region.cut_steps or value is None or not symbolic_sizes.is_contiguous(value):
         return None
     if not all(near_miss.only_scales(multiplications, one) for one in users):
         return None

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.crossings import multiplied_by
 from asynctp_passes.ir.matmuls import is_matmul
@@ -32,6 +32,7 @@ from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.parts import parts_of
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import process_groups, symbolic_sizes
 
 __all__ = ["missed_gather"]
 
@@ -151,7 +152,7 @@ def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
 def _own_piece(gather: Collective, propagation: Propagation, sizes: Sizes) -> fx.Node | None:
     """The piece that is all of a gathered tensor that this rank uses, where the gather stands for an all-to-all."""
     group = gather.group.meta.get("val") if isinstance(gather.group, fx.Node) else gather.group
-    rank = compat.rank_in_group(group)
+    rank = process_groups.rank_in_group(group)
     if rank is None or value_of(gather.node).device.type != "cpu":
         return None
     splits = (node for node in propagation.pieces if traits_of(node).view is View.SPLIT)
@@ -187,4 +188,4 @@ def _is_copied(piece: fx.Node) -> bool:
     """True for a piece that is contiguous, or only used as a contiguous copy: that is how DTensor returns it."""
     value = tensor_of(piece)
     copies = (traits_of(user).view is View.SAME and traits_of(user).copies for user in piece.users if not is_size(user))
-    return value is not None and (compat.is_contiguous(value) or all(copies))
+    return value is not None and (symbolic_sizes.is_contiguous(value) or all(copies))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.collectives import looks_collective
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import (
@@ -38,6 +38,7 @@ from asynctp_passes.ir.order import opaque_ops, surely_starts
 from asynctp_passes.ir.registry import can_promise, promise_of, schema_name
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
+from asynctp_passes.torch_private import torch_ops
 
 __all__ = [
     "Ways",
@@ -209,7 +210,7 @@ def is_registered_rowwise(node: fx.Node) -> bool:
 def known_rowwise(node: fx.Node) -> str:
     """The words for a row-wise operation that a node is not known to be, with the line that would register it."""
     name = op_name(node)
-    if not compat.is_op(node.target) or not can_promise(name):
+    if not torch_ops.is_op(node.target) or not can_promise(name):
         return "a row-wise operation"
     return f'known to be row-wise: if it is, register_rowwise("{schema_name(name)}")'
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
@@ -32,6 +32,7 @@ from asynctp_passes.planning.legality import Context, can_be_alone, groups_on_wi
 from asynctp_passes.planning.overlap import plan_overlap
 from asynctp_passes.planning.rematerialize import REMATERIALIZED
 from asynctp_passes.reasons import RESULT_DROPPED, Outcome, Refusal
+from asynctp_passes.torch_private import inductor_order
 
 __all__ = [
     "Plan",
@@ -75,7 +76,7 @@ class Plan:
         On GPUs unlike calls are found in symmetric memory, and the host waits for nobody. Only compiled graphs check.
         """
         found: dict[str, list[Collective]] = {}
-        for one in (one.collective for one in self.candidates if compat.is_compiled(self.context.graph)):
+        for one in (one.collective for one in self.candidates if inductor_order.is_compiled(self.context.graph)):
             if one.group_key in self.wire and one.group_size != 1 and not on_wire(one):
                 found.setdefault(one.group_key, []).append(one)
         return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops
+from asynctp_passes import ops
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives
@@ -27,6 +27,7 @@ from asynctp_passes.planning.rematerialize import REMATERIALIZED
 from asynctp_passes.reasons import NO_MATMUL, OUTSIDE_GRAPH, Outcome
 from asynctp_passes.reporting import internal, torch_notes
 from asynctp_passes.reporting.report import Bucketed, Remark, Report
+from asynctp_passes.torch_private import dynamo
 
 __all__ = ["report_of", "report_of_failure", "with_calls"]
 
@@ -61,7 +62,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
     reasons = (reason for answer in answers.values() for reason in answer.refused.values())
     ranks_differ = [f"not done, {why}: {reason}" for reason in dict.fromkeys(reasons)]
     return Report(
-        graph=compat.compile_name(),
+        graph=dynamo.compile_name(),
         phase=phase,
         remarks=remarks,
         torch_version=str(torch.__version__),
@@ -119,7 +120,7 @@ def _remark(decision: Decision, phase: str, outcome: Outcome, accelerated: bool 
             code=reason.code,
             name=reason.name,
             message=str(refusal),
-            hint=_CUT_FOR_DDP if reason in _APART and compat.is_cut_for_ddp() else reason.hint_for(collective.kind),
+            hint=_CUT_FOR_DDP if reason in _APART and dynamo.is_cut_for_ddp() else reason.hint_for(collective.kind),
             op=f"asynctp::{collective.kind}" if accelerated else "",
             **common,  # type: ignore[arg-type]
         )
@@ -278,7 +279,7 @@ def report_of_failure(graph: fx.Graph, config: Config, phase: str, summary: str)
         decisions = (untouched(one, config, summary, multiplies) for one in collectives)
         remarks = tuple(_remark(decision, phase, outcome_of(decision)) for decision in decisions)
     return Report(
-        graph=compat.compile_name(),
+        graph=dynamo.compile_name(),
         phase=phase,
         remarks=remarks,
         torch_version=str(torch.__version__),

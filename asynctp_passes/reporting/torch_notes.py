@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.nodes import tensor_of
+from asynctp_passes.torch_private import dynamo
 
 __all__ = ["from_another_process", "hidden_calls", "notes"]
 
@@ -80,7 +80,7 @@ def hidden_calls(breaks: Sequence[str] | None = None) -> str:
     Args:
         breaks: Why dynamo broke graphs; what it did in this process, when None.
     """
-    texts = compat.graph_breaks() if breaks is None else breaks
+    texts = dynamo.graph_breaks() if breaks is None else breaks
     counts = {mark: sum(mark in text for text in texts) for mark in _HIDING}
     return "; ".join(_hidden(*_HIDING[mark], count) for mark, count in counts.items() if count)
 

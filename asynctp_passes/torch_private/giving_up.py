@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from asynctp_passes import compat
+from asynctp_passes.torch_private import dynamo
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def note_groups(
     """
     from torch._guards import CompileContext
 
-    context, found, function = CompileContext.try_get(), frozenset(groups), compat.compiled_function()
+    context, found, function = CompileContext.try_get(), frozenset(groups), dynamo.compiled_function()
     if context is None or function is None:
         return
     if (under_way := _frame_on_stack()) is not None:
@@ -86,7 +86,7 @@ def note_groups(
         return
     _ask_of_frames(given_up, failed)
     codes = _noted.setdefault(callback, {})
-    for code in {frame.code, compat._original(frame.code)}:
+    for code in {frame.code, dynamo.original_code(frame.code)}:
         known = codes[code].groups if code in codes else frozenset()
         codes[code] = _Noted(function.base, known | found)
 

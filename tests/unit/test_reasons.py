@@ -15,14 +15,15 @@ from passes import run_pass
 from reason_rows import ROWS, Row
 from torch.fx import Graph, Node
 
-from asynctp_passes import Remark, compat
+from asynctp_passes import Remark
 from asynctp_passes.reasons import CATALOGUE
+from asynctp_passes.torch_private import process_groups
 
 
 # --- the tests -------------------------------------------------------------------------------------------------
 def remarks_of(line: Row, graph: Graph) -> tuple[Remark, ...]:
     places = {"mesh_dimension_of": line.mesh_dim, "rank_in_group": line.rank}
-    with mock.patch.multiple(compat, **{name: mock.Mock(return_value=place) for name, place in places.items()}):
+    with mock.patch.multiple(process_groups, **{name: mock.Mock(return_value=place) for name, place in places.items()}):
         return run_pass(graph, **line.config).remarks
 
 
