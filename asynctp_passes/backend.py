@@ -402,7 +402,7 @@ def split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     Raises:
         ConfigError: One is neither a field of Config nor an Inductor option, or has a bad value.
     """
-    fields, known = set(Config.option_names()), inductor_options.names()
+    fields, known = set(Config.field_names()), inductor_options.names()
     options = {name.replace("-", "_"): value for name, value in options.items()}
     patches = {name: value for name, value in options.items() if name not in fields}
     for name, value in patches.items():

@@ -515,6 +515,13 @@ SCATTER_BEHIND_PRODUCTS = _reason(
     "OVERLAPPED",
 )
 
+STEP_SKIPPED = _skip(
+    "ATP407",
+    "STEP_SKIPPED",
+    "the options leave out the step that would fuse this collective, or run it beside matmuls",
+    "take the step's name out of Config(skip=...), or out of ASYNCTP_SKIP",
+)
+
 # --- 9xx internal --------------------------------------------------------------------------------------
 INTERNAL_ERROR = _miss(
     "ATP901",

@@ -70,7 +70,7 @@ def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket
         context: The graph, its in-place operations and the configuration.
     """
     candidates = {d.candidate.collective.node: d.candidate.collective for d in decisions if _eligible(d, context)}
-    if not context.config.bucket or len(candidates) < 2:
+    if "bucket" in context.config.skip or len(candidates) < 2:
         return []
     steps, inputs = _steps(context, decisions, candidates)
     windows = _windows(steps, candidates, inputs)

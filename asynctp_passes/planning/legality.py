@@ -429,6 +429,12 @@ def above_threshold(candidate: Candidate, context: Context) -> Refusal | None:
     return None
 
 
+def step_wanted(candidate: Candidate, context: Context) -> Refusal | None:
+    chain = candidate.chain
+    hoists = isinstance(chain, GatherChain) and chain.hoist is not None
+    return Refusal(reasons.STEP_SKIPPED, "hoist") if hoists and "hoist" in context.config.skip else None
+
+
 def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
     chain = candidate.chain
     if not isinstance(chain, GatherChain) or chain.hoist is None or hoist_pays(chain, chain.hoist):
@@ -472,6 +478,7 @@ CHECKS: tuple[Check, ...] = (
     sent_as_it_is,
     sizes_expressible,
     above_threshold,
+    step_wanted,
     hoist_worthwhile,
     ranks_alike,
 )

@@ -190,8 +190,17 @@ def planned(graph: fx.Graph, config: Config, answers: Answers | None = None) -> 
 def _planned(found: list[Decision], context: Context) -> Plan:
     """The plan of these decisions."""
     decisions = plan_overlap(context.graph, found)
+    if "overlap" in context.config.skip:
+        decisions = [_not_beside(was, one) for was, one in zip(found, decisions, strict=True)]
     buckets = [one for one in find_buckets(decisions, context) if _bucket_refused(one, context) is None]
     return Plan(decisions, context, buckets)
+
+
+def _not_beside(found: Decision, planned: Decision) -> Decision:
+    """The decision where the options leave the overlap out: it is fused if it could be, and else left alone."""
+    if found.refusal is None or not planned.overlaps_with:
+        return found
+    return dataclasses.replace(found, refusal=Refusal(reasons.STEP_SKIPPED, "overlap"))
 
 
 def _bucket_refused(bucket: Bucket, context: Context) -> str | None:

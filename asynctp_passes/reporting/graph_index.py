@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asynctp_passes.config import write_whole
+from asynctp_passes.reporting.files import write_whole
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.typed_json import read
 from asynctp_passes.torch_private import dynamo

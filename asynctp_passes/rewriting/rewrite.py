@@ -73,7 +73,7 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     emit_run_checks(state, checks)
     keep_order(graph, ordered)
     graph.lint()
-    if plan.chains and plan.context.config.store_scales:
+    if plan.chains and "store_scales" not in plan.context.config.skip:
         store(graph, scales_to_store(graph))
     return calls
 

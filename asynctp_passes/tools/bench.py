@@ -36,9 +36,10 @@ from asynctp_kernels.cuda.choose.wire import TRANSPORTS
 from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops
-from asynctp_passes.config import can_be_written, write_whole
+from asynctp_passes.config import can_be_written
 from asynctp_passes.ops import reference
 from asynctp_passes.ops.calls import signature
+from asynctp_passes.reporting.files import write_whole
 from asynctp_passes.tools.cli import OPS, add_bench_options, add_table_options, calls_of_report, mistake
 from asynctp_passes.tools.plots import GATHER_SHAPES, SCATTER_SHAPES, draw_calls
 from asynctp_passes.torch_private import intree, torch_ops

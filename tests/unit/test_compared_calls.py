@@ -132,10 +132,10 @@ def test_maxima_go_by_asynctps_transport() -> None:
     assert [len(bucket.collectives) for bucket in report.buckets] == [2]
     assert all_reduces(graph) == ["asynctp::all_reduce"]
     graph = two_maxima("cuda")
-    alone = run_pass(graph, bucket=False)
+    alone = run_pass(graph, skip="bucket")
     assert all_reduces(graph) == ["asynctp::all_reduce"] * 2
     assert {(remark.outcome, remark.op) for remark in alone.remarks} == {("ACCELERATED", "asynctp::all_reduce")}
-    on_cpu = run_pass(two_maxima("cpu"), bucket=False)
+    on_cpu = run_pass(two_maxima("cpu"), skip="bucket")
     assert [(one.code, one.message) for one in alone.remarks] == [(one.code, one.message) for one in on_cpu.remarks]
     assert {remark.outcome for remark in on_cpu.remarks} == {"SKIPPED"}
     for device, wanted in (("cuda", ["asynctp::all_reduce"] * 2), ("cpu", ["_c10d_functional::all_reduce_coalesced"])):

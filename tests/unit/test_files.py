@@ -22,8 +22,8 @@ from test_internal import Surprise, program
 from torch.fx import Graph
 
 from asynctp_passes import AsyncTPPass, Config, ConfigError, Report, backend
-from asynctp_passes.config import write_whole
 from asynctp_passes.reporting import files, graph_page
+from asynctp_passes.reporting.files import write_whole
 from asynctp_passes.reporting.report import Remark
 from asynctp_passes.tools import cli, profile
 from asynctp_passes.torch_private import dynamo

@@ -298,7 +298,7 @@ def compiler(
         options: Inductor's, and those of `Config`, which only asynctp is given.
         kwargs: Other arguments of `torch.compile`.
     """
-    ours = () if backend == "asynctp" else Config.option_names()
+    ours = () if backend == "asynctp" else Config.field_names()
     chosen = {name: value for name, value in (options or {}).items() if name not in ours}
     if backend == "intree" and device.type == "cuda":
         chosen = {**intree.options(group), **chosen}
