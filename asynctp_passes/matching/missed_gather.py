@@ -50,7 +50,7 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
         parts := parts_of(region.context.propagation_of(gather), region.context.sizes)
     ):
         misses = [_in_parts(miss, parts) for miss in misses]
-    misses.sort(key=_informative)
+    misses.sort(key=lambda miss: miss.refusal.reason.rank)
     nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
     weights = weights or (_is_given(gather.source) and _computes_with_rows(misses[0].nodes))
@@ -93,17 +93,6 @@ def _in_parts(miss: _Miss, parts: str) -> _Miss:
     """A miss for want of rows that others take is one for rows in parts."""
     missing = miss.refusal.reason is reasons.PIECES_MISSING
     return replace(miss, refusal=Refusal(reasons.TAKEN_IN_PARTS, parts)) if missing else miss
-
-
-def _informative(miss: _Miss) -> int:
-    """A rank for sorting misses: the most specific reason first, then those about a left operand."""
-    last = (
-        *(reasons.ROWS_CONTRACTED, reasons.GATHER_IS_RIGHT_OPERAND, reasons.GATHERED_SCALE),
-        *(reasons.PRODUCT_GATHERED, reasons.OUTSIDE_GRAPH, reasons.NO_MATMUL),
-    )
-    if miss.refusal.reason in last:
-        return 2 + last.index(miss.refusal.reason)
-    return int(miss.refusal.reason is not reasons.QUANTIZED_AFTER_GATHER)
 
 
 def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:

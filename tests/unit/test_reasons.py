@@ -64,6 +64,12 @@ def test_the_catalogue_is_well_formed() -> None:
         assert reason.outcome in ("MISSED", "SKIPPED", "ERASED", "OVERLAPPED")
 
 
+def test_no_two_reasons_share_a_rank_of_near_misses() -> None:
+    """But for rank 1, where the first matmul is told of: else a graph's order would choose between the reasons."""
+    ranks = sorted(reason.rank for reason in CATALOGUE.values() if reason.rank != 1)
+    assert ranks == [0, *range(2, len(ranks) + 1)]
+
+
 @pytest.mark.parametrize("line", ROWS, ids=[line.id for line in ROWS])
 def test_remarks_name_the_place(line: Row) -> None:
     """The nodes of a remark are in the graph, its collective among them; and each collective has one."""
