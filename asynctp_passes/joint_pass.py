@@ -9,7 +9,6 @@ import logging
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.config import Config
 from asynctp_passes.ir.marks import note_joint
 from asynctp_passes.ir.order import communications, record_order
@@ -22,6 +21,7 @@ from asynctp_passes.planning.saved_products import saved_products
 from asynctp_passes.ranks.undo import UndoOnError
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting import toposort
+from asynctp_passes.torch_private import partitioner
 
 __all__ = ["run_joint"]
 
@@ -70,5 +70,5 @@ def _tag(graph: fx.Graph, config: Config, attempt: UndoOnError) -> None:
     }
     done, told = attempt.agree(communicated(one.candidate.collective for one in decisions), wanted)
     for saved in done:
-        compat.save_instead(saved.collective.waits, saved.nodes)
+        partitioner.save_instead(saved.collective.waits, saved.nodes)
     note_joint(graph, told)

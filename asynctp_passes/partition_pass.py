@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.config import Config
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.marks import note_joint
@@ -18,6 +17,7 @@ from asynctp_passes.planning.rematerializable import Halves, find_rematerializat
 from asynctp_passes.ranks.undo import UndoOnError
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting.rematerialize import rematerialize
+from asynctp_passes.torch_private import dynamo, partitioner
 
 __all__ = ["run_partition"]
 
@@ -66,14 +66,14 @@ def _facts(graph: fx.Graph) -> tuple[dict[str, str], set[str]]:
     """A hash of what each group communicates, none without a backward; and the nodes that checkpointing has tagged."""
     if not (tangents_of(graph) and communications(graph.nodes)):
         return {}, set()
-    tagged = {node.name for node in graph.nodes if compat.recompute_tag(node) is not None}
+    tagged = {node.name for node in graph.nodes if partitioner.recompute_tag(node) is not None}
     return communicated(read_collectives(graph)), tagged
 
 
 def _rematerialize(halves: Halves, keys: dict[str, str], attempt: UndoOnError) -> None:
     found, left = find_rematerializations(halves)
     for node, why in left.items():
-        log.info("asynctp: %s: %s is not made again in the backward: %s", compat.compile_name(), node.name, why)
+        log.info("asynctp: %s: %s is not made again in the backward: %s", dynamo.compile_name(), node.name, why)
     chosen, told = attempt.agree(keys, {(one.gather.group_key, one.text): one for one in found})
     if chosen:
         rematerialize(halves, chosen)

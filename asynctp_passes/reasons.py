@@ -2,14 +2,15 @@
 
 Every outcome that is not FUSED carries one `Reason`. Codes are stable: ATP0xx scope, 1xx structure,
 2xx legality, 3xx kernel limits, 4xx cost, 9xx errors of asynctp itself. A name says what is wrong; the check that
-guards against it (`planning.legality`) is named for the good case. The page of all reasons is written from this
+guards against it (`planning.legality`) is named for the good case. `docs/reference/reasons.md` is written from this
 table.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["CATALOGUE", "Outcome", "Reason", "Refusal"]
 
@@ -35,6 +36,11 @@ class Reason:
         text: What is the case, in one sentence.
         hint: What to do about it.
         hint_of_reduction: The same for a matmul whose result is reduced, where `hint` is for a gather alone.
+        rank: Of several near misses of a gather, the one of the lowest rank is told.
+        needs_whole_gather: The matmul can begin with no part of the gather, which may run beside other matmuls.
+        serves_others: A fused op of the same gather returns the gathered tensor to such a matmul.
+        no_matmul_takes_it: A reduce-scatter of this reason may run beside matmuls: none can take it in.
+        may_be_cut_off: The matmul may be in another graph.
     """
 
     code: str
@@ -43,6 +49,11 @@ class Reason:
     text: str
     hint: str
     hint_of_reduction: str = ""
+    rank: int = 1
+    needs_whole_gather: bool = False
+    serves_others: bool = False
+    no_matmul_takes_it: bool = False
+    may_be_cut_off: bool = False
 
     def hint_for(self, kind: str) -> str:
         """The hint for a collective of this kind, as `"all_gather"` or `"reduce_scatter"`."""
@@ -74,18 +85,15 @@ class Refusal:
 CATALOGUE: dict[str, Reason] = {}
 
 
-def _reason(code: str, name: str, text: str, hint: str, outcome: Outcome, hint_of_reduction: str = "") -> Reason:
-    reason = Reason(code, name, outcome, text, hint, hint_of_reduction)
-    CATALOGUE[name] = reason
+def _reason(
+    outcome: Outcome, code: str, name: str, text: str, hint: str, hint_of_reduction: str = "", **facts: Any
+) -> Reason:
+    reason = CATALOGUE[name] = Reason(code, name, outcome, text, hint, hint_of_reduction, **facts)
     return reason
 
 
-def _skip(code: str, name: str, text: str, hint: str) -> Reason:
-    return _reason(code, name, text, hint, "SKIPPED")
-
-
-def _miss(code: str, name: str, text: str, hint: str, hint_of_reduction: str = "") -> Reason:
-    return _reason(code, name, text, hint, "MISSED", hint_of_reduction)
+_skip = functools.partial(_reason, "SKIPPED")
+_miss = functools.partial(_reason, "MISSED")
 
 
 # --- 0xx scope: not ours to fuse -------------------------------------------------------------------
@@ -100,6 +108,9 @@ NO_MATMUL = _skip(
     "NO_MATMUL",
     "no matmul of this graph takes what is gathered, or makes what is reduced",
     "nothing to do",
+    rank=7,
+    no_matmul_takes_it=True,
+    may_be_cut_off=True,
 )
 WEIGHT_GATHER = _skip(
     "ATP003",
@@ -134,6 +145,7 @@ GATHERED_SCALE = _skip(
     "the gathered tensor only scales a matmul or its result, and does not travel with the data that it scales",
     "to let it travel with the data, gather it over the same group, for that matmul only. Give it one fp32 number for "
     "each row, in the data's order",
+    rank=4,
 )
 NO_ELEMENTS = _skip(
     "ATP008",
@@ -169,6 +181,7 @@ PRODUCT_GATHERED = _skip(
     "leave the matmul's result sharded where the next op can work on the shard, as loss_parallel does. Or gather only "
     "the rows that are used, as the last token of each sequence. Nothing to do for context parallelism's keys and "
     "values",
+    rank=5,
 )
 OUTSIDE_GRAPH = _skip(
     "ATP013",
@@ -178,15 +191,18 @@ OUTSIDE_GRAPH = _skip(
     "compiled module itself are in other graphs: compile a module around it, or set "
     "torch._dynamo.config.wrap_top_frame. A nested_compile_region, or the branches of a torch.cond, must hold the "
     "collective too",
+    rank=6,
+    no_matmul_takes_it=True,
+    may_be_cut_off=True,
 )
 
 RESULT_DROPPED = _reason(
+    "ERASED",
     "ATP014",
     "RESULT_DROPPED",
     "nothing uses the result in this half of a training step, into which torch's partitioner put it. It is erased, "
     "with the ops that compute for it alone",
     "nothing to do",
-    "ERASED",
 )
 
 ALL_TO_ALL = _skip(
@@ -234,6 +250,7 @@ QUANTIZED_AFTER_GATHER = _miss(
     "QUANTIZED_AFTER_GATHER",
     "the gathered tensor is quantized to fp8 or int8 before the matmul, in a way that cannot be moved to the shard",
     "quantize with pointwise operations and an amax of each row, which are moved; or gather the quantized shard",
+    rank=0,
 )
 NOT_ROWS_OR_CONTRACTION = _miss(
     "ATP107",
@@ -254,6 +271,9 @@ GATHER_IS_RIGHT_OPERAND = _miss(
     "the gathered tensor is used only as a matmul's right-hand operand, and no other matmul can run meanwhile",
     "let the matmul share its gather with another one that has the gathered tensor on the left. Or compile more of "
     "the program, so that there are matmuls to run meanwhile",
+    rank=3,
+    needs_whole_gather=True,
+    serves_others=True,
 )
 SUM_HAS_OTHER_TERM = _miss(
     "ATP110",
@@ -314,6 +334,9 @@ ROWS_CONTRACTED = _miss(
     "run meanwhile",
     "let the matmul share its gather with the input gradient's. Or compile more of the program, so that there are "
     "matmuls to run meanwhile",
+    rank=2,
+    needs_whole_gather=True,
+    serves_others=True,
 )
 MATMUL_IN_ANOTHER_GRAPH = _miss(
     "ATP120",
@@ -353,6 +376,7 @@ ADDMM_SCALED = _miss(
     "ADDMM_SCALED",
     "addmm has alpha or beta different from 1, or a bias that is neither one row nor as large as the result",
     "scale the weight or the result instead; pass the bias as a vector of the output width",
+    serves_others=True,
 )
 RESULT_SCALED = _miss(
     "ATP206",
@@ -401,6 +425,7 @@ SENT_REARRANGED = _miss(
     "them in another order than the collective does",
     "gather the operand as the matmul takes it, not transposed",
     "reduce the matmul's result as it is, and transpose the collective's result",
+    needs_whole_gather=True,
 )
 RANKS_DIFFER = _miss(
     "ATP212",
@@ -437,12 +462,14 @@ CONTRACTION_TOO_LARGE = _miss(
     "more is gathered along the contraction dimension than the one implementation for it takes (64 MiB), and every "
     "matmul needs all of it",
     "shard activations over rows (the sequence) instead of the contraction dimension",
+    needs_whole_gather=True,
 )
 COLUMNS_TOO_LARGE = _miss(
     "ATP305",
     "COLUMNS_TOO_LARGE",
     "more is scattered by columns than the one implementation for it takes (64 MiB)",
     "scatter the result over rows (the sequence) instead of its last dimension",
+    no_matmul_takes_it=True,
 )
 
 SCALES_BLOCKWISE = _miss(
@@ -467,6 +494,7 @@ MATMUL_TAKEN = _skip(
     "MATMUL_TAKEN",
     "the matmul is already fused with the all-gather of its left operand",
     "nothing to do: one matmul can overlap one collective, and here it overlaps the all-gather",
+    no_matmul_takes_it=True,
 )
 MOVES_MORE = _skip(
     "ATP403",
@@ -475,32 +503,38 @@ MOVES_MORE = _skip(
     "tensor, others use that too, or a statistic over all rows takes another collective",
     "nothing to do. If the other users can work with the matmul's operand, compute that before the gather",
 )
-TAKEN_IN_PARTS = _reason(
+TAKEN_IN_PARTS = _skip(
     "ATP406",
     "TAKEN_IN_PARTS",
     "matmuls take parts of the gathered tensor, or make parts of the reduced one, which together are all of it. "
     "Examples are two weights for two kinds of tokens, and a head in chunks. A fused op would multiply all rows with "
     "each weight, or make all chunks at once",
     "nothing to do where weights differ, or chunks save memory. Otherwise multiply all rows, and divide the result",
-    "SKIPPED",
     "nothing to do where weights differ, or chunks save memory. Otherwise join the operands, and multiply them",
 )
 
 BEHIND_PRODUCTS = _reason(
+    "OVERLAPPED",
     "ATP404",
     "BEHIND_PRODUCTS",
     "no matmul can begin with a part of the gathered tensor. One needs all of it, as a weight's gradient or a right "
     "operand does, or none takes it. The gather runs whole beside other matmuls, by asynctp::all_gather",
     "nothing to do",
-    "OVERLAPPED",
 )
 SCATTER_BEHIND_PRODUCTS = _reason(
+    "OVERLAPPED",
     "ATP405",
     "SCATTER_BEHIND_PRODUCTS",
     "no matmul can take this reduce-scatter in. It runs whole beside matmuls that do not need it, by "
     "asynctp::reduce_scatter",
     "nothing to do",
-    "OVERLAPPED",
+)
+
+STEP_SKIPPED = _skip(
+    "ATP407",
+    "STEP_SKIPPED",
+    "the options leave out the step that would fuse this collective, or run it beside matmuls",
+    "take the step's name out of Config(skip=...), or out of ASYNCTP_SKIP",
 )
 
 # --- 9xx internal --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.crossings import multiplied_by
 from asynctp_passes.ir.matmuls import is_matmul
@@ -32,6 +32,7 @@ from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.parts import parts_of
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import process_groups, symbolic_sizes
 
 __all__ = ["missed_gather"]
 
@@ -49,7 +50,7 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
         parts := parts_of(region.context.propagation_of(gather), region.context.sizes)
     ):
         misses = [_in_parts(miss, parts) for miss in misses]
-    misses.sort(key=_informative)
+    misses.sort(key=lambda miss: miss.refusal.reason.rank)
     nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
     weights = weights or (_is_given(gather.source) and _computes_with_rows(misses[0].nodes))
@@ -92,17 +93,6 @@ def _in_parts(miss: _Miss, parts: str) -> _Miss:
     """A miss for want of rows that others take is one for rows in parts."""
     missing = miss.refusal.reason is reasons.PIECES_MISSING
     return replace(miss, refusal=Refusal(reasons.TAKEN_IN_PARTS, parts)) if missing else miss
-
-
-def _informative(miss: _Miss) -> int:
-    """A rank for sorting misses: the most specific reason first, then those about a left operand."""
-    last = (
-        *(reasons.ROWS_CONTRACTED, reasons.GATHER_IS_RIGHT_OPERAND, reasons.GATHERED_SCALE),
-        *(reasons.PRODUCT_GATHERED, reasons.OUTSIDE_GRAPH, reasons.NO_MATMUL),
-    )
-    if miss.refusal.reason in last:
-        return 2 + last.index(miss.refusal.reason)
-    return int(miss.refusal.reason is not reasons.QUANTIZED_AFTER_GATHER)
 
 
 def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
@@ -156,7 +146,7 @@ def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
 def _own_piece(gather: Collective, propagation: Propagation, sizes: Sizes) -> fx.Node | None:
     """The piece that is all of a gathered tensor that this rank uses, where the gather stands for an all-to-all."""
     group = gather.group.meta.get("val") if isinstance(gather.group, fx.Node) else gather.group
-    rank = compat.rank_in_group(group)
+    rank = process_groups.rank_in_group(group)
     if rank is None or value_of(gather.node).device.type != "cpu":
         return None
     splits = (node for node in propagation.pieces if traits_of(node).view is View.SPLIT)
@@ -192,4 +182,4 @@ def _is_copied(piece: fx.Node) -> bool:
     """True for a piece that is contiguous, or only used as a contiguous copy: that is how DTensor returns it."""
     value = tensor_of(piece)
     copies = (traits_of(user).view is View.SAME and traits_of(user).copies for user in piece.users if not is_size(user))
-    return value is not None and (compat.is_contiguous(value) or all(copies))
+    return value is not None and (symbolic_sizes.is_contiguous(value) or all(copies))

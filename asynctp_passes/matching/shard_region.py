@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.matmuls import added_matrix, is_matmul
 from asynctp_passes.ir.nodes import (
@@ -59,6 +59,7 @@ from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.cut_rows import find_cuts
 from asynctp_passes.matching.match_context import MatchContext, frozen, is_pure
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import symbolic_sizes, torch_ops
 
 __all__ = ["ShardRegion", "Users", "is_small"]
 
@@ -308,7 +309,7 @@ class ShardRegion:
         """None for a reduction over all ranks' rows."""
         if "val" not in node.meta:
             return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
-        if not compat.is_op(node.target) or mutates(node):
+        if not torch_ops.is_op(node.target) or mutates(node):
             return Refusal(reasons.COMPUTED_BETWEEN, "not a pure operation")
         if is_random(node):
             return Refusal(reasons.RANDOM_BETWEEN, "every rank would draw other numbers")
@@ -353,9 +354,9 @@ class ShardRegion:
         def argument(operand: fx.Node) -> torch.Tensor:
             return part_of(value_of(operand)) if operand in self.members else value_of(operand)
 
-        assert compat.is_op(node.target)
+        assert torch_ops.is_op(node.target)
         try:
-            with compat.without_guards(value_of(node)):
+            with symbolic_sizes.without_guards(value_of(node)):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
                 made, wanted = node.target(*args, **kwargs), part_of(value_of(node))
         except Exception as error:  # of the program's own code
@@ -500,4 +501,4 @@ def is_small(region: ShardRegion, root: fx.Node) -> bool:
     count = product(sizes.of(value))
     times = quotient(product(sizes.of(whole)), count)
     small = isinstance(times, int) and times * whole.dtype.itemsize >= _SMALL * value.dtype.itemsize
-    return (small or same(count, 1)) and compat.is_contiguous(value)
+    return (small or same(count, 1)) and symbolic_sizes.is_contiguous(value)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from asynctp_passes.config import nvtx_ranges
 from asynctp_passes.ops import reference
 from asynctp_passes.ops.autograd import refuse_lost_gradients
 from asynctp_passes.ops.calls import OPS, SIGNATURES
@@ -47,23 +46,5 @@ def _reduce(op: str) -> Callable[..., Any]:
     return real
 
 
-def _in_range(op: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, in an NVTX range with the op's name, for Nsight Systems."""
-
-    def ranged(*arguments: Any) -> Any:
-        torch.cuda.nvtx.range_push(f"asynctp::{op}")  # type: ignore[no-untyped-call]
-        try:
-            return real(*arguments)
-        finally:
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-
-    return ranged
-
-
-def _implementation(op: str) -> Callable[..., Any]:
-    real = _gather(op) if op.startswith("all_gather") else _reduce(op)
-    return _in_range(op, real) if nvtx_ranges() and torch.cuda.is_available() else real
-
-
-IMPLEMENTATIONS = {op: _implementation(op) for op in OPS}
+IMPLEMENTATIONS = {op: _gather(op) if op.startswith("all_gather") else _reduce(op) for op in OPS}
 """By the names of the ops."""

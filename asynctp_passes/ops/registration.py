@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asynctp_passes import compat
+from asynctp_passes.torch_private import torch_ops
 
 __all__ = ["register", "short_cut"]
 
@@ -23,8 +23,8 @@ def register(library: Any, name: str, real: Any, fake: Any, backward: Any, setup
     torch.library.register_fake(f"asynctp::{name}", fake, lib=library)
     torch.library.register_autograd(f"asynctp::{name}", backward, setup_context=setup_context, lib=library)
     op = getattr(torch.ops.asynctp, name).default
-    compat.keep_unused(op)
-    generic = compat.autograd_kernel(op, backward, setup_context)
+    torch_ops.keep_unused(op)
+    generic = torch_ops.autograd_kernel(op, backward, setup_context)
     library.impl(name, short_cut(real, generic), "AutogradCUDA", with_keyset=True)
 
 
@@ -32,7 +32,7 @@ def short_cut(real: Callable[..., Any], generic: Callable[..., Any]) -> Callable
     """The autograd kernel that calls `real` where `generic`, torch.library's, would do nothing but dispatch to it."""
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if compat.goes_to_backend(keyset) and not (torch.is_grad_enabled() and compat.any_requires_grad(*args)):
+        if torch_ops.goes_to_backend(keyset) and not (torch.is_grad_enabled() and torch_ops.any_requires_grad(*args)):
             return real(*args, **kwargs)
         return generic(keyset, *args, **kwargs)
 

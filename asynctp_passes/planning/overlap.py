@@ -38,14 +38,6 @@ __all__ = ["LEAST_BYTES", "order_beside", "plan_overlap"]
 LEAST_BYTES = cost_model.LATENCY_BYTES
 """A collective of fewer bytes that no matmul takes in stays: it costs the host more to start."""
 
-_NO_PRODUCT = (reasons.NO_MATMUL, reasons.OUTSIDE_GRAPH, reasons.MATMUL_TAKEN, reasons.COLUMNS_TOO_LARGE)
-_NEEDS_ALL = (
-    reasons.GATHER_IS_RIGHT_OPERAND,
-    reasons.ROWS_CONTRACTED,
-    reasons.CONTRACTION_TOO_LARGE,
-    reasons.SENT_REARRANGED,
-)
-
 
 def plan_overlap(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:
     """The decisions, in the same order: collectives that stay alone run beside products where there are any."""
@@ -83,7 +75,7 @@ def _fused(decisions: Sequence[Decision]) -> list[Decision]:
 def _needs_all(decision: Decision) -> bool:
     """True for a gather all of whose products contract over its rows, or have it as their right operand."""
     chain, refusal = decision.candidate.chain, decision.refusal
-    if refusal is not None and refusal.reason not in _NEEDS_ALL:
+    if refusal is not None and not refusal.reason.needs_whole_gather:
         return False
     return refusal is not None if chain is None else chain.contracts_all_rows
 
@@ -96,7 +88,7 @@ def _is_alone(decision: Decision, groups: set[str]) -> bool:
     if collective.kind == "all_gather":
         return refusal.reason is reasons.NO_MATMUL and _is_large(collective.node, collective.group_size)
     sums = collective.kind == "reduce_scatter" and collective.reduce_op in ("sum", "avg")
-    return sums and refusal.reason in _NO_PRODUCT and _is_large(collective.source, collective.group_size)
+    return sums and refusal.reason.no_matmul_takes_it and _is_large(collective.source, collective.group_size)
 
 
 def _is_large(whole: fx.Node, ranks: int) -> bool:

@@ -24,7 +24,6 @@ from typing import Any
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.memory import owners_of, program_memory, written_memory
@@ -43,6 +42,7 @@ from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.order import communicates, communications
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.planning.deviations import of_rematerialized
+from asynctp_passes.torch_private import partitioner, symbolic_sizes, torch_ops
 
 __all__ = ["CANDIDATE", "Halves", "Rematerialization", "find_rematerializations", "repeatable_uses"]
 
@@ -181,7 +181,7 @@ class _Search:
         self._halves = halves
         self._owners = owners_of(halves.forward)
         self._program = program_memory(halves.forward, self._owners, halves.results)
-        self._written = written_memory(halves.forward, self._owners) | compat.inputs_written_after(halves.forward)
+        self._written = written_memory(halves.forward, self._owners) | partitioner.inputs_written_after(halves.forward)
         self._values = {gather.node: self._saved_of(gather) for gather in gathers}
         self._starts = communications(halves.backward.nodes)
         self._groups = {one.start: one.group_key for one in read_collectives(halves.backward)}
@@ -261,20 +261,20 @@ class _Search:
         if owner in self._written:
             raise _CannotBe(f"{reason} is written to later")
         made = owner.all_input_nodes[0] if op_name(owner) == "getitem" else owner
-        if value is None or not compat.is_op(made.target):
+        if value is None or not torch_ops.is_op(made.target):
             raise _CannotBe(f"{reason} is made by {called_name(made)}, whose memory is not known")
         if _bytes(owner) > _bytes(shard):
             raise _CannotBe(f"{reason} is a part of {owner.name}, which would be kept")
         if shard.name in self._halves.tagged:
             raise _CannotBe(f"{reason} activation checkpointing decides on it")
-        if not compat.free_symbols(value) <= self._symbols():
+        if not symbolic_sizes.free_symbols(value) <= self._symbols():
             raise _CannotBe(f"{reason} has sizes that the backward does not know")
         return shard
 
     def _symbols(self) -> set[object]:
         """The symbols that the backward is given the values of."""
         numbers = (node.meta["val"] for node in self._halves.given if is_number(node))
-        return {symbol for number in numbers for symbol in compat.free_symbols(number)}
+        return {symbol for number in numbers for symbol in symbolic_sizes.free_symbols(number)}
 
     def _expressed(self, value: fx.Node, own: Collection[fx.Node], leaves: Container[fx.Node]) -> set[fx.Node]:
         """The nodes that compute a value again.
@@ -313,4 +313,4 @@ class _Search:
 
 def _bytes(node: fx.Node) -> int:
     value = tensor_of(node)
-    return 0 if value is None else compat.expected_bytes(value)
+    return 0 if value is None else symbolic_sizes.expected_bytes(value)

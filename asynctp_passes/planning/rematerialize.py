@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import mutates
@@ -28,6 +28,7 @@ from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.rematerializable import repeatable_uses
+from asynctp_passes.torch_private import partitioner
 
 __all__ = ["LEAST_BYTES", "REMATERIALIZED", "rematerialization_candidates"]
 
@@ -76,7 +77,7 @@ def _is_taken_in(decision: Decision, backward: set[fx.Node]) -> bool:
 def _is_needed(gather: Collective, backward: set[fx.Node]) -> bool:
     """True where the backward needs a gather of the forward, or what is computed of it, and nobody has tagged that."""
     nodes = repeatable_uses(gather)
-    tagged = any(compat.recompute_tag(node) is not None for node in (*gather.nodes, *nodes))
+    tagged = any(partitioner.recompute_tag(node) is not None for node in (*gather.nodes, *nodes))
     return not tagged and any(user in backward for node in nodes for user in node.users)
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.memory import owners_of, program_memory
 from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.matching.chains import Decision, ScatterChain
+from asynctp_passes.torch_private import partitioner
 
 __all__ = ["SavedProduct", "saved_products"]
 
@@ -55,8 +55,8 @@ def saved_products(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Saved
         chain, own = one.candidate.chain, one.candidate.collective
         if one.refusal is not None or not isinstance(chain, ScatterChain) or chain.joined or own.node in backward:
             continue
-        unreduced = tuple(node for node in (*nodes_of(chain.matmuls), *chain.views) if compat.is_saved(node))
-        saved = any(map(compat.is_saved, own.results)) or any(owners[node] in program for node in own.results)
+        unreduced = tuple(node for node in (*nodes_of(chain.matmuls), *chain.views) if partitioner.is_saved(node))
+        saved = any(map(partitioner.is_saved, own.results)) or any(owners[node] in program for node in own.results)
         if unreduced and own.waits and not saved:
             found.append(SavedProduct(own, unreduced))
     return found

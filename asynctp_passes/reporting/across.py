@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.config import Config
 from asynctp_passes.ir.records import Crossing
 from asynctp_passes.reasons import MATMUL_IN_ANOTHER_GRAPH, Refusal
 from asynctp_passes.reporting.internal import contained
 from asynctp_passes.reporting.report import Remark, Report
+from asynctp_passes.torch_private import dynamo, tensor_storage
 
 __all__ = ["Border", "forget"]
 
@@ -49,7 +49,7 @@ class _Half:
 
 
 _lock = threading.Lock()
-_left: dict[int, tuple[compat.Storage, _Half]] = {}
+_left: dict[int, tuple[tensor_storage.Storage, _Half]] = {}
 
 
 def forget() -> None:
@@ -69,9 +69,9 @@ class Border:
         self._arrived: dict[int, _Half] = {}
         self._ended = ""
         with contained("look for halves of chains among a function's inputs"):
-            self.tensors = compat.given_tensors(gm)
+            self.tensors = dynamo.given_tensors(gm)
             self._arrived = {index: half for index, one in self.tensors.items() if (half := _half_of(one)) is not None}
-            self._ended = compat.graph_break_of(gm)
+            self._ended = dynamo.graph_break_of(gm)
 
     def missed(self, report: Report | None, config: Config) -> tuple[Report | None, int]:
         """A report of the chains that lie in this function's graph and an earlier one; None without any.
@@ -101,7 +101,7 @@ class Border:
         """`compiled`, whose results are marked that may be halves of chains; itself where there are none."""
         with contained("watch results that may be halves of chains"):
             leaving = [one for one in report.crossings if one.leaves] if report is not None else []
-            if report is not None and leaving and not compat.is_precompiled(compiled):
+            if report is not None and leaving and not dynamo.is_precompiled(compiled):
                 return _Marking(compiled, [_Half(one, report.graph, self._ended, len(report.fused)) for one in leaving])
         return compiled
 
@@ -112,9 +112,9 @@ def _half_of(tensor: torch.Tensor) -> _Half | None:
     Where nobody counts changes, it is one only after a graph break: a function that returns may be followed by changes.
     """
     with _lock:
-        if not _left or not compat.has_storage(tensor):
+        if not _left or not tensor_storage.has_storage(tensor):
             return None
-        storage, half = _left.get(compat.Storage(tensor).number, (None, None))
+        storage, half = _left.get(tensor_storage.Storage(tensor).number, (None, None))
     if storage is None or half is None or not storage.lives or _as_left(half) != _as_left(tensor):
         return None
     return half if half.ended or half.version is not None else None
@@ -123,7 +123,7 @@ def _half_of(tensor: torch.Tensor) -> _Half | None:
 def _as_left(one: _Half | torch.Tensor) -> tuple[int, int | None]:
     if isinstance(one, _Half):
         return one.size, one.version
-    return compat.size_of(one), compat.version_of(one)
+    return tensor_storage.size_of(one), tensor_storage.version_of(one)
 
 
 def _are_halves(before: Crossing, after: Crossing) -> bool:
@@ -155,8 +155,8 @@ class _Marking:
                 del _left[number]
             for half in self._halves:
                 tensor = whole[half.crossing.index] if half.crossing.index < len(whole) else None
-                if isinstance(tensor, torch.Tensor) and compat.has_storage(tensor):
-                    storage = compat.Storage(tensor)
+                if isinstance(tensor, torch.Tensor) and tensor_storage.has_storage(tensor):
+                    storage = tensor_storage.Storage(tensor)
                     size, version = _as_left(tensor)
                     _left[storage.number] = storage, replace(half, size=size, version=version)
 

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.nodes import describe_tensor, is_number, module_of, path_of, traits_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting.graph_index import About, write_index
 from asynctp_passes.reporting.report import Remark, Report
+from asynctp_passes.torch_private import dynamo, partitioner, torch_ops
 
 __all__ = ["InputName", "Names", "picture", "write_page"]
 
@@ -93,12 +93,12 @@ class Names:
     @classmethod
     def of(cls, gm: fx.GraphModule) -> Names:
         """The names by which Dynamo finds the inputs of a function that it compiles just now."""
-        return cls({number: _input_name(source) for number, source in compat.input_sources(gm).items()})
+        return cls({number: _input_name(source) for number, source in dynamo.input_sources(gm).items()})
 
     def of_graph(self, graph: fx.Graph) -> dict[str, InputName]:
         """The names of a graph's placeholders, by their node's name, as far as they are known."""
         found = {node.name: self.saved[node.name] for node in graph.nodes if self._was_saved(node)}
-        for node, about in compat.described_inputs(graph).items():
+        for node, about in partitioner.described_inputs(graph).items():
             name = self._name(about)
             if name is not None:
                 found[node.name] = InputName(f"{name.text}.{about.part}", name.held) if about.part else name
@@ -107,7 +107,7 @@ class Names:
     def _was_saved(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and node.name in self.saved
 
-    def _name(self, about: compat.InputDescription) -> InputName | None:
+    def _name(self, about: partitioner.InputDescription) -> InputName | None:
         if about.held:
             return InputName(_WRAPPERS.sub("", about.held), True)
         if about.result is not None:
@@ -189,7 +189,7 @@ def _op(node: fx.Node) -> str:
     """`mm` for `aten.mm.default`; `asynctp.all_gather_matmul` keeps its namespace, as all but well-known ops do."""
     if node.op != "call_function":
         return node.op if node.op in ("placeholder", "output") else f"{node.op} {node.target}"
-    if compat.is_op(node.target):
+    if torch_ops.is_op(node.target):
         namespace, _, name = node.target._schema.name.partition("::")
         return name if namespace in ("aten", "prims", "_c10d_functional") else f"{namespace}.{name}"
     return str(getattr(node.target, "__name__", node.target))

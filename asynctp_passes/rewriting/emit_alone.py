@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops
+from asynctp_passes import ops
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import left_items
 from asynctp_passes.ir.nodes import arguments, op_name, tensor_of, value_of
@@ -22,6 +22,7 @@ from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.rewriting.builder import Builder, RewriteState
 from asynctp_passes.rewriting.cleanup import erase_unused, shared_by
 from asynctp_passes.rewriting.places import mark_items
+from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = ["IN_FLIGHT", "emit_alone", "emit_left_items", "leave_sms", "options_of"]
 
@@ -71,7 +72,7 @@ def _emit(build: Builder, collective: Collective) -> None:
     """
     state, node, value = build.state, collective.node, tensor_of(collective.node)
     torchs = op_name(node).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
-    if collective.call is None and torchs and value is not None and compat.is_contiguous(value):
+    if collective.call is None and torchs and value is not None and symbolic_sizes.is_contiguous(value):
         leave_sms(collective, options_of(state, collective, state.is_kept(collective)))
         return
     ours = state.plan.is_own(collective) and on_wire(collective)
@@ -106,9 +107,9 @@ def _as_it_was(build: Builder, collective: Collective, done: fx.Node) -> fx.Node
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)]
         done = build.permute(ranks_first, order)
     done = build.contiguous(build.reshape(done, build.shape(collective.node)))
-    if compat.is_contiguous(value):
+    if symbolic_sizes.is_contiguous(value):
         return done
-    axes = compat.axes_by_stride(value)
+    axes = symbolic_sizes.axes_by_stride(value)
     assert axes is not None, "`can_be_alone` lets no other through"
     back = [axes.index(axis) for axis in range(len(axes))]
     return build.permute(build.contiguous(build.permute(done, axes)), back)

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.nodes import has_side_effect, is_number, tensor_of
 from asynctp_passes.ir.order import recorded_place
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.rematerializable import CANDIDATE, Halves, Rematerialization
 from asynctp_passes.planning.rematerialize import REMATERIALIZED
+from asynctp_passes.torch_private import partitioner
 
 __all__ = ["rematerialize"]
 
@@ -49,7 +49,7 @@ def rematerialize(halves: Halves, chosen: Sequence[Rematerialization]) -> None:
         halves.backward.erase_node(halves.given[value])
     replaced = {value for _, value, _ in values}
     saved = [node for node in halves.saved if node not in replaced]
-    compat.replace_outputs(halves.forward, [*halves.outputs[: halves.results], *saved], halves.results)
+    partitioner.replace_outputs(halves.forward, [*halves.outputs[: halves.results], *saved], halves.results)
     _erase_unused(replaced)
 
 
@@ -70,13 +70,15 @@ def _copy(nodes: Iterable[fx.Node], spot: fx.Node, env: dict[fx.Node, fx.Node]) 
                 copy = env[node] = spot.graph.node_copy(node, env.__getitem__)
                 copy.meta = dict(node.meta)
                 copy.meta.pop(CANDIDATE, None)
-                compat.mark_of_backward(copy)
+                partitioner.mark_of_backward(copy)
 
 
 def _save(halves: Halves, shard: fx.Node) -> fx.Node:
     """Make a tensor of the forward an input of the backward, after those with the same check of its version."""
-    saved, unchecked = halves.saved, compat.is_saved_unchecked(shard)
-    index = sum(tensor_of(node) is not None and (unchecked or not compat.is_saved_unchecked(node)) for node in saved)
+    saved, unchecked = halves.saved, partitioner.is_saved_unchecked(shard)
+    index = sum(
+        tensor_of(node) is not None and (unchecked or not partitioner.is_saved_unchecked(node)) for node in saved
+    )
     inputs = [node for node in halves.backward.nodes if node.op == "placeholder"]
     others = (node for node in halves.backward.nodes if node.op != "placeholder")
     spot = next(iter(inputs[sum(map(is_number, saved)) + index :]), None) or next(others)

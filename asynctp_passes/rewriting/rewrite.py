@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.nodes import call_of, value_of
 from asynctp_passes.ir.order import communications
 from asynctp_passes.matching.chains import Chain, GatherChain
@@ -26,6 +25,7 @@ from asynctp_passes.rewriting.emit_reduction import emit_reduction
 from asynctp_passes.rewriting.emit_run_check import emit_run_checks, mark_run_checks, placed
 from asynctp_passes.rewriting.ordering import Moves, keep_order, schedule
 from asynctp_passes.rewriting.places import erase_marks, mark_front, place_of
+from asynctp_passes.torch_private import inductor_order
 
 __all__ = ["rewrite", "store"]
 
@@ -73,7 +73,7 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     emit_run_checks(state, checks)
     keep_order(graph, ordered)
     graph.lint()
-    if plan.chains and plan.context.config.store_scales:
+    if plan.chains and "store_scales" not in plan.context.config.skip:
         store(graph, scales_to_store(graph))
     return calls
 
@@ -102,6 +102,6 @@ def store(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Let Inductor store these tensors and read them from memory, instead of computing them in each kernel again."""
     for node in nodes:
         with graph.inserting_after(node):
-            stored = graph.call_function(compat.stored_op(), (node, value_of(node).stride()))
+            stored = graph.call_function(inductor_order.stored_op(), (node, value_of(node).stride()))
         stored.meta = {name: node.meta[name] for name in ("val", *INHERITED) if name in node.meta}
         node.replace_all_uses_with(stored, delete_user_cb=partial(operator.is_not, stored))

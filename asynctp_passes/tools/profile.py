@@ -24,7 +24,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asynctp_passes.config import write_whole
+from asynctp_passes.reporting.files import write_whole
 
 __all__ = [
     "RULES",

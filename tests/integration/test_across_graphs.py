@@ -24,8 +24,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import asynctp_passes
-from asynctp_passes import ExpectError, Remark, Report, StrictError, backend, compat
+from asynctp_passes import ExpectError, Remark, Report, StrictError, backend
 from asynctp_passes.reporting.picture import Picture
+from asynctp_passes.torch_private import dynamo, tensor_storage
 
 Program = Callable[..., Any]
 OFF = {"strict": "off"}
@@ -330,9 +331,17 @@ def test_a_tensor_without_storage_is_no_half(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.usefixtures("internal_errors")
-@pytest.mark.parametrize("failing", ["given_tensors", "graph_break_of", "Storage", "is_precompiled"])
+@pytest.mark.parametrize(
+    ("module", "failing"),
+    [
+        (dynamo, "given_tensors"),
+        (dynamo, "graph_break_of"),
+        (tensor_storage, "Storage"),
+        (dynamo, "is_precompiled"),
+    ],
+)
 def test_an_error_of_the_bookkeeping_ends_nothing(
-    failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    module: Any, failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While a function is compiled, and while it runs."""
 
@@ -340,7 +349,7 @@ def test_an_error_of_the_bookkeeping_ends_nothing(
         raise NotImplementedError("nobody foresaw this")
 
     h = compiled(gathered)(X)
-    monkeypatch.setattr(compat, failing, fails)
+    monkeypatch.setattr(module, failing, fails)
     torch._dynamo.reset()
     with caplog.at_level(logging.ERROR, "asynctp_passes"):
         assert torch.equal(compiled(gathered)(X), h)
@@ -520,7 +529,7 @@ def test_graphs_that_torch_compiles_again_count_once() -> None:
     )
     found = Picture()
     for attempt in (0, 1):
-        with mock.patch.object(compat, "compile_under_way", return_value=(0, attempt)):
+        with mock.patch.object(dynamo, "compile_under_way", return_value=(0, attempt)):
             for _ in range(2):
                 found.note(fused)
                 assert found.earlier("backward") == [fused]

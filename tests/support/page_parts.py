@@ -12,7 +12,7 @@ from pathlib import Path
 
 import strict_kinds
 
-from asynctp_passes.config import RUNTIME_VARIABLES, Config
+from asynctp_passes.config import RUNTIME_VARIABLES, STEPS, Config
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
@@ -35,8 +35,12 @@ def _variables() -> str:
     return "\n".join(["| Variable | Meaning |", "|---|---|", *rows])
 
 
+def _steps() -> str:
+    return "\n".join(f"- `{name}`: {text}." for name, text in STEPS.items())
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "config.md": {"fields": _fields, "variables": _variables},
+    "config.md": {"fields": _fields, "steps": _steps, "variables": _variables},
     "report.md": {"strictness": strict_kinds.markdown},
 }
 """What writes each part, by the page and the part's name."""

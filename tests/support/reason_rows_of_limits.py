@@ -368,3 +368,13 @@ def gather_for_a_weight_gradient_beside_a_product(b: GraphBuilder) -> tuple[Node
 def scatter_of_no_product_beside_one(b: GraphBuilder) -> tuple[Node, Node, Node]:
     fused, wide = b.scatter(product(b)), b.input("wide", [2048, 2048])
     return fused, b.mm(wide, wide), b.scatter(b.relu(b.input("g", [1024, 1024])))
+
+
+@row("STEP_SKIPPED", "hoist", skip="hoist")
+def gather_that_would_be_hoisted(b: GraphBuilder) -> Node:
+    return times(b, b.relu(gathered(b)))
+
+
+@row("STEP_SKIPPED", "overlap", fused=1, skip="overlap")
+def gather_that_would_run_beside_a_product(b: GraphBuilder) -> tuple[Node, Node]:
+    return gather_for_a_weight_gradient_beside_a_product(b)

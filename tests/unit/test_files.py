@@ -21,11 +21,12 @@ from passes import run_pass
 from test_internal import Surprise, program
 from torch.fx import Graph
 
-from asynctp_passes import AsyncTPPass, Config, ConfigError, Report, backend, compat
-from asynctp_passes.config import write_whole
+from asynctp_passes import AsyncTPPass, Config, ConfigError, Report, backend
 from asynctp_passes.reporting import files, graph_page
+from asynctp_passes.reporting.files import write_whole
 from asynctp_passes.reporting.report import Remark
 from asynctp_passes.tools import cli, profile
+from asynctp_passes.torch_private import dynamo
 
 
 @pytest.fixture
@@ -194,7 +195,7 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
 SINKS = [
     # what fails, and which sinks there are
     (backend, "_log", {}),
-    (compat, "trace_artifact", {"trace": True}),
+    (dynamo, "trace_artifact", {"trace": True}),
     (Report, "to_json", {"report_file": "reports"}),
     (graph_page, "write_page", {"graph_dir": "pages"}),
     (graph_page, "_listing", {"graph_dir": "pages"}),

@@ -27,17 +27,17 @@ from asynctp_passes import (
     GroupError,
     Report,
     StrictError,
-    compat,
     joint_pass,
     pipeline,
     run,
 )
-from asynctp_passes.compat import GraphRecord
 from asynctp_passes.ir.records import Answer, Question
 from asynctp_passes.planning import plan
 from asynctp_passes.ranks import accord, undo
 from asynctp_passes.reporting import build, internal
 from asynctp_passes.rewriting import ordering, rewrite
+from asynctp_passes.torch_private import dynamo
+from asynctp_passes.torch_private.fx_graphs import GraphRecord
 
 pytestmark = pytest.mark.usefixtures("internal_errors")
 
@@ -266,7 +266,7 @@ def test_one_kind_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_trace_gets_the_graph() -> None:
     sent: dict[str, Callable[[], str]] = {}
-    with failing("rewrite"), mock.patch.object(compat, "trace_text", lambda name, text: sent.update({name: text()})):
+    with failing("rewrite"), mock.patch.object(dynamo, "trace_text", lambda name, text: sent.update({name: text()})):
         run(program(), quiet())
     text = sent["asynctp_internal_error"]
     assert "Surprise" in str(text)

@@ -1,4 +1,4 @@
-"""Rooms import lower rows only, and private torch lives in one module.
+"""Rooms import lower rows only, and private torch lives in one room.
 
 A room is a package, or a module beside the packages. It may import rooms of its own row or of a lower one, at the top
 of a module or inside a function. No import goes in a circle, neither between rooms nor within one.
@@ -20,7 +20,7 @@ KERNELS = ROOT / "kernels" / "asynctp_kernels"
 
 
 ROWS = (
-    ("config", "compat", "reasons", "errors", "waiting"),
+    ("config", "torch_private", "reasons", "errors", "waiting"),
     ("ops", "ir"),
     ("layout",),
     ("matching",),
@@ -85,7 +85,7 @@ PRIVATE_TORCH = {
     # The demo is a program of its own: it turns caches off and has the backward graph compiled early.
     "tools/demo/train": {"torch._functorch", "torch._inductor", "torch._dynamo"},
 }
-"""Private names of torch outside compat, by module; each is there for the reason above it."""
+"""Private names of torch outside `torch_private`, by module; each is there for the reason above it."""
 
 
 PROGRAMS = {"tools/bench", "tools/e2e"}
@@ -210,7 +210,10 @@ def test_contributors_see_a_room_above_those_that_it_imports(rows: tuple[tuple[s
 
 
 def test_only_rewriting_edits_graphs() -> None:
-    """The calls that change a graph occur nowhere else, so that finding and deciding cannot; compat puts it back."""
+    """The calls that change a graph occur nowhere else, so that finding and deciding cannot.
+
+    `torch_private` puts a graph back, and adds a tensor that Inductor can wait for.
+    """
     edits = {"erase_node", "replace_all_uses_with", "inserting_before", "inserting_after", "replace_input_with"}
     editors = {
         module
@@ -219,7 +222,8 @@ def test_only_rewriting_edits_graphs() -> None:
         if isinstance(node, ast.Attribute) and node.attr in edits
     }
     own = {"builder", "cleanup", "emit_bucket", "emit_run_check", "places", "rematerialize", "rewrite", "ungroup"}
-    assert editors == {"compat"} | {f"rewriting/{module}" for module in own}
+    private = {"torch_private/fx_graphs", "torch_private/inductor_order"}
+    assert editors == private | {f"rewriting/{module}" for module in own}
 
 
 def test_only_config_reads_our_environment_variables() -> None:
@@ -284,10 +288,11 @@ def first_private(name: str) -> str:
     return "" if place is None else ".".join(parts[: place + 1])
 
 
-def test_private_torch_is_in_compat_only() -> None:
+def test_private_torch_is_in_one_room_only() -> None:
     found = {module: private_names(tree) for module, tree in modules(PASSES).items()}
-    assert found.pop("compat")
-    assert {module: names for module, names in found.items() if names} == PRIVATE_TORCH
+    assert any(found[module] for module in found if top(module) == "torch_private")
+    outside = {module: names for module, names in found.items() if names and top(module) != "torch_private"}
+    assert outside == PRIVATE_TORCH
 
 
 def test_the_kernels_need_next_to_no_private_torch() -> None:

@@ -29,7 +29,11 @@ prims = torch.ops.prims
 NAMERS = {"ir/op_traits", "ir/registry"}
 """Modules that list ops by name."""
 _REWRITING = ("builder", "emit_bucket", "emit_gather", "emit_on_shard", "emit_reduction", "operands")
-WRITERS = {"compat", "ops/reference", "ops/__init__", "ops/collectives", *(f"rewriting/{name}" for name in _REWRITING)}
+WRITERS = {
+    *(f"torch_private/{name}" for name in ("inductor_order", "torch_ops")),
+    *("ops/reference", "ops/__init__", "ops/collectives"),
+    *(f"rewriting/{name}" for name in _REWRITING),
+}
 """Modules that write calls of ops, be it into a graph."""
 _OP = re.compile(r"(aten|prims)\.\w+(\.\w+)?")
 

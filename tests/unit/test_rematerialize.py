@@ -16,12 +16,13 @@ from passes import run_pass
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from asynctp_passes import Config, StrictError, compat, joint_pass, partition_pass
+from asynctp_passes import Config, StrictError, joint_pass, partition_pass
 from asynctp_passes.config import Rematerialize
 from asynctp_passes.ir.marks import joint_questions
 from asynctp_passes.ir.records import Answer, Question
 from asynctp_passes.planning.rematerialize import LEAST_BYTES, REMATERIALIZED
 from asynctp_passes.ranks import undo
+from asynctp_passes.torch_private import partitioner
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
 
@@ -385,9 +386,9 @@ def test_activation_checkpointing_comes_first(place: str, policy: CheckpointPoli
     layer = Layer(b)
     graph = b.returns(layer.y, layer.dx, layer.dw())
     getattr(layer, place).meta["recompute"] = policy
-    before = [compat.recompute_tag(node) for node in graph.nodes]
+    before = [partitioner.recompute_tag(node) for node in graph.nodes]
     joint_pass.run_joint(graph, Config(rematerialize="always"))
-    assert [compat.recompute_tag(node) for node in graph.nodes] == before
+    assert [partitioner.recompute_tag(node) for node in graph.nodes] == before
     assert marked(graph) == []
 
 
@@ -493,7 +494,7 @@ def test_an_error_leaves_what_the_partitioner_made(where: str, internal_errors: 
     gm = GraphModule(torch.nn.Module(), graph)
 
     def divide() -> tuple[GraphModule, GraphModule]:
-        return compat.default_partition(gm, [], compiler="inductor", num_fwd_outputs=1)
+        return partitioner.default_partition(gm, [], compiler="inductor", num_fwd_outputs=1)
 
     with mock.patch.object(partition_pass, where, side_effect=RuntimeError("no such thing")):
         forward, backward, report = partition_pass.run_partition(gm, divide, 1, config)
@@ -516,7 +517,7 @@ def test_a_partitioner_that_names_things_in_its_own_way(caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO)
 
     def other(gm: GraphModule, inputs: list[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
-        forward, backward = compat.default_partition(gm, inputs, **options)
+        forward, backward = partitioner.default_partition(gm, inputs, **options)
         next(iter(backward.graph.nodes)).name = "unpacked"
         return forward, backward
 
