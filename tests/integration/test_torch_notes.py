@@ -50,11 +50,11 @@ def test_no_other_graph_of_the_corpus_has_a_note(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not hasattr(torch._inductor.config, "batch_invariant"), reason="torch has it from 2.13 on")
-def test_fused_chains_under_the_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_chains_under_the_batch_invariant_mode() -> None:
     path = CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt"
     assert run_pass(load(path).graph).notes == ()
-    monkeypatch.setattr(torch._inductor.config, "batch_invariant", True)
-    (note,) = run_pass(load(path).graph).notes
+    with torch._inductor.config.patch(batch_invariant=True):
+        (note,) = run_pass(load(path).graph).notes
     assert "batch_invariant is on, which asynctp does not promise" in note
 
 
