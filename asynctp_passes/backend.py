@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, joint_pass, ops, partition_pass, pipeline
+from asynctp_passes import compat, ops, pipeline
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
 from asynctp_passes.ir import registry
 from asynctp_passes.ranks import leaving
 from asynctp_passes.ranks.accord import ask
+from asynctp_passes.remat.joint import run_joint
+from asynctp_passes.remat.partition import run_partition
 from asynctp_passes.reporting import files, graph_page
 from asynctp_passes.reporting.across import Border, forget
 from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
@@ -233,7 +235,7 @@ class RematerializePass(_OwnPass, compat.custom_graph_pass_base()):  # type: ign
             GroupError: `groups` names a process group that does not exist here.
         """
         with self._publishing() as publish:
-            publish(joint_pass.run_joint(graph, self.config))
+            publish(run_joint(graph, self.config))
 
 
 class RematerializePartitioner(_OwnPass, compat.custom_partitioner_base()):  # type: ignore[misc]
@@ -270,7 +272,7 @@ class RematerializePartitioner(_OwnPass, compat.custom_partitioner_base()):  # t
         """
         divide = self.inner or compat.default_partition
         with self._publishing() as publish:
-            forward, backward, report = partition_pass.run_partition(
+            forward, backward, report = run_partition(
                 gm, lambda: divide(gm, joint_inputs, **options), options.get("num_fwd_outputs"), self.config
             )
             publish(report)
