@@ -31,7 +31,7 @@ from asynctp_passes.ranks.accord import ask
 from asynctp_passes.remat.joint import run_joint
 from asynctp_passes.remat.partition import run_partition
 from asynctp_passes.reporting import files, graph_page
-from asynctp_passes.reporting.across import Border, forget
+from asynctp_passes.reporting.across import cut_chains, forget, remembering
 from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
@@ -345,9 +345,10 @@ def compile_graph(
             ours.names = graph_page.Names.of(gm)
     patches = with_passes(patches, ours)
     found = list[Report]()
-    border = Border(gm)
+    given: dict[int, torch.Tensor] = {}
     with contained("keep the picture of the process"):
-        picture.note_function(any(map(compat.is_distributed_tensor, border.tensors.values())))
+        given = compat.given_tensors(gm)
+        picture.note_function(any(map(compat.is_distributed_tensor, given.values())))
 
     def all_stand(whole: bool, again: bool) -> bool:
         cached: list[Report] = []
@@ -372,7 +373,7 @@ def compile_graph(
             "with it. What the cache holds was compiled with the same sources and configuration.",
             compat.compile_name(),
         )
-    across, fused = border.missed(forward, config)
+    across, fused = cut_chains(given, forward, config)
     if across is not None:
         try:
             raise_if_strict_across(across, config, fused)
@@ -382,7 +383,7 @@ def compile_graph(
         _publish(across, config, across=True)
     with contained("tell where nothing is fused"):
         picture.warn_of_nothing(config)
-    return border.marking(compiled, forward)
+    return remembering(compiled, gm, forward)
 
 
 asynctp.reset = compat.reset_cudagraphs  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
