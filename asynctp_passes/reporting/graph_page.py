@@ -26,7 +26,6 @@ from torch import fx
 
 from asynctp_passes import compat
 from asynctp_passes.ir.nodes import describe_tensor, is_number, module_of, path_of, traits_of
-from asynctp_passes.ir.op_traits import View
 from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting.graph_index import About, write_index
 from asynctp_passes.reporting.report import Remark, Report
@@ -60,7 +59,6 @@ _ALONE = (
 )
 _NAMES_IN_A_BOX = 4
 _TYPES_IN_A_BOX = 2
-_KEEPS_VALUES = {View.SAME, View.RESHAPE, View.PERMUTE, View.TRANSPOSE, View.REVERSE_DIMS}
 _WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(\.|$)")
 
 
@@ -118,7 +116,7 @@ class Names:
         """Keep the names of weights that a forward rearranges and returns: its backward takes them by these names."""
         for node in _returned(graph):
             weight, steps = node, list[str]()
-            while weight.op == "call_function" and traits_of(weight).view in _KEEPS_VALUES and weight.all_input_nodes:
+            while weight.op == "call_function" and traits_of(weight).rearranges and weight.all_input_nodes:
                 steps.append(_op(weight))
                 weight = weight.all_input_nodes[0]
             name = names.get(weight.name) if weight.op == "placeholder" else None
@@ -278,7 +276,7 @@ def _inlined(view: _View, nodes: Sequence[fx.Node], returned: set[fx.Node]) -> s
     sources = node.all_input_nodes
     if len(nodes) > 1 or len(sources) != 1 or len(node.users) != 1 or node in returned or _stands_alone(node, view):
         return ""
-    if traits_of(node).view not in _KEEPS_VALUES or not view.is_weight(sources[0]):
+    if not traits_of(node).rearranges or not view.is_weight(sources[0]):
         return ""
     return f"{_calls([_op(node)], view.names[sources[0].name].text)}  {_type(node)}".rstrip()
 

@@ -69,7 +69,6 @@ PRIVATE_TORCH = {
     # An op namespace, which torch.ops spells with an underscore.
     "ops/plain_collectives": {"torch.ops._c10d_functional"},
     "rewriting/emit_alone": {"torch.ops._c10d_functional"},
-    "rewriting/emit_bucket": {"torch.ops._c10d_functional"},
     "rewriting/emit_on_shard": {"torch.ops._c10d_functional"},
     "rewriting/ordering": {"torch.ops._c10d_functional"},
     "tools/bench": {"torch.ops._c10d_functional"},
@@ -214,7 +213,7 @@ def test_only_rewriting_edits_graphs() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in edits
     }
-    own = {"builder", "cleanup", "emit_bucket", "emit_run_check", "places", "rewrite", "ungroup"}
+    own = {"builder", "cleanup", "emit_alone", "emit_run_check", "places", "store_scales", "ungroup"}
     assert editors == {"compat", "remat/edit"} | {f"rewriting/{module}" for module in own}
 
 
