@@ -201,6 +201,23 @@ def test_contributors_are_told_these_rows() -> None:
     assert [rows[row] for row in range(len(ROWS))] == list(ROWS)
 
 
+def test_check_and_rewrite_name_each_other() -> None:
+    """The table of `chains`: each function in it is there, one that proves and one that rewrites in each row."""
+    sources = modules(PASSES)
+    functions = {
+        f"{path}.{node.name}"
+        for path, tree in sources.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    told = ast.get_docstring(sources["matching/chains"], clean=False) or ""
+    table = re.findall(r"^    .*?  (\w+\.\w+) +(\w+\.\w+)$", told, re.MULTILINE)
+    assert len(table) > 10
+    for proves, rewrites in table:
+        assert {f"matching/{proves}", f"planning/{proves}"} & functions, proves
+        assert f"rewriting/{rewrites}" in functions
+
+
 def test_only_rewriting_edits_graphs() -> None:
     """The calls that change a graph occur nowhere else, so that finding and deciding cannot; compat puts it back.
 
