@@ -722,45 +722,6 @@ def input_sources(gm: fx.GraphModule) -> dict[int, str]:
     return found
 
 
-def described_inputs(graph: fx.Graph) -> dict[fx.Node, InputDescription]:
-    """The placeholders of a graph that autograd's tracing describes, forward or backward: what each of them is."""
-    described = ((node, node.meta.get("desc")) for node in graph.nodes if node.op == "placeholder")
-    return {node: found for node, one in described if one is not None and (found := _input_description(one))}
-
-
-@dataclass(frozen=True)
-class InputDescription:
-    """A graph's input, as autograd's tracing describes it.
-
-    Attributes:
-        number: Of the compiled function's input that it is, or is a part of; None for others.
-        held: Name of the parameter or buffer, where the module was exported; else empty.
-        result: Number of the result whose gradient it is; None for others.
-        part: Of a tensor subclass, the attribute that it is, as `"_data"`; empty for a whole.
-    """
-
-    number: int | None = None
-    held: str = ""
-    result: int | None = None
-    part: str = ""
-
-
-def _input_description(description: Any) -> InputDescription | None:
-    whole, parts = description, []
-    while hasattr(whole, "base"):
-        if not hasattr(whole, "attr"):
-            return None  # a size or a stride
-        parts.append(str(whole.attr))
-        whole = whole.base
-    part = ".".join(one for one in reversed(parts) if one != "_local_tensor")
-    kind = type(whole).__name__
-    if kind in ("ParamAOTInput", "BufferAOTInput"):
-        return InputDescription(held=str(whole.target), part=part)
-    if kind == "TangentAOTInput":
-        return InputDescription(result=_number(whole.output, "PlainAOTOutput"), part=part)
-    return InputDescription(number=whole.idx, part=part) if kind == "PlainAOTInput" else None
-
-
 def graph_break_of(gm: fx.GraphModule) -> str:
     """The place and the reason for which Dynamo ended a graph; empty for one that ends where its function returns."""
     reason = getattr(gm, "compile_subgraph_reason", None)

@@ -68,7 +68,7 @@ class InputName:
     """A name for people of a graph's input.
 
     Attributes:
-        text: As `"layers.0.wq.weight"`, `"x"`, `"gradient of result 0"`.
+        text: As `"layers.0.wq.weight"`, `"x"`.
         held: It is a parameter or a buffer, or such a one rearranged.
     """
 
@@ -95,22 +95,12 @@ class Names:
 
     def of_graph(self, graph: fx.Graph) -> dict[str, InputName]:
         """The names of a graph's placeholders, by their node's name, as far as they are known."""
-        found = {node.name: self.saved[node.name] for node in graph.nodes if self._was_saved(node)}
-        for node, about in compat.described_inputs(graph).items():
-            name = self._name(about)
-            if name is not None:
-                found[node.name] = InputName(f"{name.text}.{about.part}", name.held) if about.part else name
-        return found
-
-    def _was_saved(self, node: fx.Node) -> bool:
-        return node.op == "placeholder" and node.name in self.saved
-
-    def _name(self, about: compat.InputDescription) -> InputName | None:
-        if about.held:
-            return InputName(_WRAPPERS.sub("", about.held), True)
-        if about.result is not None:
-            return InputName(f"gradient of result {about.result}")
-        return None if about.number is None else self.inputs.get(about.number)
+        numbers = compat.program_inputs(graph)
+        names = {
+            node.name: self.saved.get(node.name) or self.inputs.get(numbers.get(node, -1))
+            for node in graph.find_nodes(op="placeholder")
+        }
+        return {node: name for node, name in names.items() if name is not None}
 
     def save(self, graph: fx.Graph, names: Mapping[str, InputName]) -> None:
         """Keep the names of weights that a forward rearranges and returns: its backward takes them by these names."""
