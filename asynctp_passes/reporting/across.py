@@ -81,8 +81,9 @@ class _Remembering:
             with contained("remember results that may be halves of chains"), _lock:
                 whole = results if isinstance(results, tuple | list) else (results,)
                 for half in self._halves:
-                    tensor = whole[half.crossing.index]
-                    _left[tensor] = half._replace(version=compat.version_of(tensor))
+                    tensor = whole[half.crossing.index] if half.crossing.index < len(whole) else None
+                    if isinstance(tensor, torch.Tensor):  # else the caller has results in another structure
+                        _left[tensor] = half._replace(version=compat.version_of(tensor))
         return results
 
     def __getattr__(self, name: str) -> Any:
