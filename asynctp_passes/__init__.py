@@ -123,7 +123,7 @@ def __dir__() -> list[str]:
 
 
 if asked := required():
-    importlib.import_module("asynctp_passes.reporting.picture").require_at_exit(
+    importlib.import_module("asynctp_passes.reporting.at_exit").require_at_exit(
         asked.get("fused", 0), asked.get("missed", 0)
     )
 if sys.modules.get("torch") is not None:

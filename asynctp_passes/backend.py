@@ -22,14 +22,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import joint_pass, ops, partition_pass, pipeline
+from asynctp_passes import ops, pipeline
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
 from asynctp_passes.ir import registry
 from asynctp_passes.ranks import leaving
 from asynctp_passes.ranks.accord import ask
+from asynctp_passes.remat.joint import run_joint
+from asynctp_passes.remat.partition import run_partition
 from asynctp_passes.reporting import files, graph_page
-from asynctp_passes.reporting.across import Border, forget
+from asynctp_passes.reporting.across import cut_chains, forget, remembering
 from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
@@ -243,7 +245,7 @@ class RematerializePass(_OwnPass, inductor_compile.CustomGraphPass):
             GroupError: `groups` names a process group that does not exist here.
         """
         with self._publishing() as publish:
-            publish(joint_pass.run_joint(graph, self.config))
+            publish(run_joint(graph, self.config))
 
 
 class RematerializePartitioner(_OwnPass, partitioner.CustomPartitionerFn):
@@ -280,7 +282,7 @@ class RematerializePartitioner(_OwnPass, partitioner.CustomPartitionerFn):
         """
         divide = self.inner or partitioner.default_partition
         with self._publishing() as publish:
-            forward, backward, report = partition_pass.run_partition(
+            forward, backward, report = run_partition(
                 gm, lambda: divide(gm, joint_inputs, **options), options.get("num_fwd_outputs"), self.config
             )
             publish(report)
@@ -353,9 +355,10 @@ def compile_graph(
             ours.names = graph_page.Names.of(gm)
     patches = with_passes(patches, ours)
     found = list[Report]()
-    border = Border(gm)
+    given: dict[int, torch.Tensor] = {}
     with contained("keep the picture of the process"):
-        picture.note_function(any(map(tensor_storage.is_distributed_tensor, border.tensors.values())))
+        given = dynamo.given_tensors(gm)
+        picture.note_function(any(map(tensor_storage.is_distributed_tensor, given.values())))
 
     def all_stand(whole: bool, again: bool) -> bool:
         cached: list[Report] = []
@@ -380,7 +383,7 @@ def compile_graph(
             "with it. What the cache holds was compiled with the same sources and configuration.",
             dynamo.compile_name(),
         )
-    across, fused = border.missed(forward, config)
+    across, fused = cut_chains(given, forward, config)
     if across is not None:
         try:
             raise_if_strict_across(across, config, fused)
@@ -390,7 +393,7 @@ def compile_graph(
         _publish(across, config, across=True)
     with contained("tell where nothing is fused"):
         picture.warn_of_nothing(config)
-    return border.marking(compiled, forward)
+    return remembering(compiled, gm, forward)
 
 
 asynctp.reset = inductor_compile.reset_cudagraphs  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it

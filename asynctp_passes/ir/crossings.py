@@ -16,16 +16,12 @@ from torch import fx
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.matmuls import contracts_rows, feeds_left_operand, is_matmul
 from asynctp_passes.ir.nodes import describe, module_of, nodes_in, source_of, subgraphs_of, tensor_of, traits_of
-from asynctp_passes.ir.op_traits import WHOLE, View
 from asynctp_passes.ir.records import Crossing
 from asynctp_passes.ir.sizes import as_size, product, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.torch_private import partitioner
 
 __all__ = ["crossings_of", "multiplied_by", "product_of"]
-
-_VIEWS = WHOLE | {View.SPLIT, View.UNBIND, View.ITEM, View.AWAIT_LIST}
-"""Views that a whole tensor may go through; what parts of it become is whole again where all of it arrives."""
 
 
 def crossings_of(graph: fx.Graph, unfused: Iterable[Collective]) -> tuple[Crossing, ...]:
@@ -88,7 +84,8 @@ def _into(node: fx.Node) -> set[fx.Node]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return traits_of(node).view in _VIEWS
+    """True for a view that a whole tensor may go through: where all of its pieces arrive, it is whole again."""
+    return traits_of(node).is_whole_or_piece
 
 
 def _multiplies(matmul: fx.Node, operands: set[fx.Node]) -> bool:

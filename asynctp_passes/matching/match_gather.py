@@ -117,7 +117,7 @@ def _left_out(
     takers = [*others, *(node for node, refusal in missed.items() if refusal.reason.serves_others)]
     gradients = [node.name for node in context.sorted(takers) if contracts_rows(node) and node not in kept]
     views = set(context.propagation_of(chain.collective).all_users())
-    side_gathers = [
+    notes = [
         f"{node.name}{'' if node in views else ', of what is computed from it,'} stays a matmul of its own"
         for node in others
         if not contracts_rows(node)
@@ -125,7 +125,7 @@ def _left_out(
     known = [one for node, one in missed.items() if not (one.reason.serves_others and contracts_rows(node))]
     facts = [f"{refusal.reason.name} ({refusal.facts})" for refusal in known]
     taken = [f"the same gather serves the weight gradients {', '.join(gradients)}"]
-    return (*(taken if gradients else ()), *side_gathers, *facts)
+    return (*(taken if gradients else ()), *notes, *facts)
 
 
 def _joined(data: ShardRegion, chain: GatherChain) -> GatherChain:

@@ -10,9 +10,9 @@ chain is one node, so that the rewrite can move the collective before the first 
 
 A collective that no matmul takes in is overlapped if it is more than latency and its group has a fused chain: FSDP's
 are best left to bucketing. Beside a reduce-scatter matmuls must run which are not fused (the link is free meanwhile)
-and take as long as it does. What one collective runs beside comes after its start and in front of its wait, also for
-the next one, and where all-reduces become one: no order undoes another. Ranks share the order of what communicates: the
-start passes none of that, and the wait takes none with it.
+and take as long as it does. Each decision adds order constraints: its start before its matmuls, its wait after them.
+Later decisions and the bucketing keep them. Ranks share the order of what communicates: the start passes none of that,
+and the wait takes none with it.
 """
 
 from __future__ import annotations

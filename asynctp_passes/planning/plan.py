@@ -12,7 +12,7 @@ from asynctp_passes import reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
-from asynctp_passes.ir.marks import joint_questions
+from asynctp_passes.ir.marks import REMATERIALIZED, joint_questions
 from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of, segments
 from asynctp_passes.matching.chains import (
@@ -30,7 +30,6 @@ from asynctp_passes.planning.decide import decide_graph, without
 from asynctp_passes.planning.deviations import Words, communicated
 from asynctp_passes.planning.legality import Context, can_be_alone, groups_on_wire, on_wire
 from asynctp_passes.planning.overlap import plan_overlap
-from asynctp_passes.planning.rematerialize import REMATERIALIZED
 from asynctp_passes.reasons import RESULT_DROPPED, Outcome, Refusal
 from asynctp_passes.torch_private import inductor_order
 

@@ -15,6 +15,7 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.crossings import crossings_of
+from asynctp_passes.ir.marks import REMATERIALIZED
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import called_name, describe, module_of, plain, source_of, value_of
 from asynctp_passes.ir.records import Answers, Question
@@ -23,7 +24,6 @@ from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherCh
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.legality import is_named_for_data
 from asynctp_passes.planning.plan import Plan, outcome_of, untouched
-from asynctp_passes.planning.rematerialize import REMATERIALIZED
 from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting import internal, torch_notes
 from asynctp_passes.reporting.report import Bucketed, Remark, Report

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     if required():
-        importlib.import_module("asynctp_passes.reporting.picture").waive()
+        importlib.import_module("asynctp_passes.reporting.at_exit").waive()
     options = _options(sys.argv[1:] if arguments is None else list(arguments))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names from files may be no text that can be encoded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -125,7 +124,8 @@ def program_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
 
     Empty where autograd's tracing describes none: a graph that torch.compile did not make.
     """
-    return {node: one.number for node, one in described_inputs(graph).items() if one.number is not None}
+    described = ((node, _whole(node.meta.get("desc"))) for node in graph.nodes if node.op == "placeholder")
+    return {node: one.idx for node, one in described if type(one).__name__ == "PlainAOTInput"}
 
 
 def program_outputs(graph: fx.Graph) -> dict[int, fx.Node]:
@@ -146,42 +146,3 @@ def program_outputs(graph: fx.Graph) -> dict[int, fx.Node]:
 def _result_number(description: Any) -> int | None:
     whole = _whole(description)
     return whole.idx if type(whole).__name__ == "PlainAOTOutput" else None
-
-
-def described_inputs(graph: fx.Graph) -> dict[fx.Node, InputDescription]:
-    """The placeholders of a graph that autograd's tracing describes, forward or backward: what each of them is."""
-    described = ((node, node.meta.get("desc")) for node in graph.nodes if node.op == "placeholder")
-    return {node: found for node, one in described if one is not None and (found := _input_description(one))}
-
-
-@dataclass(frozen=True)
-class InputDescription:
-    """A graph's input, as autograd's tracing describes it.
-
-    Attributes:
-        number: Of the compiled function's input that it is, or is a part of; None for others.
-        held: Name of the parameter or buffer, where the module was exported; else empty.
-        result: Number of the result whose gradient it is; None for others.
-        part: Of a tensor subclass, the attribute that it is, as `"_data"`; empty for a whole.
-    """
-
-    number: int | None = None
-    held: str = ""
-    result: int | None = None
-    part: str = ""
-
-
-def _input_description(description: Any) -> InputDescription | None:
-    whole, parts = description, []
-    while hasattr(whole, "base"):
-        if not hasattr(whole, "attr"):
-            return None  # a size or a stride
-        parts.append(str(whole.attr))
-        whole = whole.base
-    part = ".".join(one for one in reversed(parts) if one != "_local_tensor")
-    kind = type(whole).__name__
-    if kind in ("ParamAOTInput", "BufferAOTInput"):
-        return InputDescription(held=str(whole.target), part=part)
-    if kind == "TangentAOTInput":
-        return InputDescription(result=_result_number(whole.output), part=part)
-    return InputDescription(number=whole.idx, part=part) if kind == "PlainAOTInput" else None

@@ -53,7 +53,6 @@ from asynctp_passes import (
     Report,
     StrictError,
     backend,
-    joint_pass,
 )
 from asynctp_passes.torch_private import dynamo
 
@@ -619,6 +618,6 @@ def test_so_it_is_for_the_bare_passes(mesh: DeviceMesh, one: type) -> None:
 
 def test_the_joint_pass_raises_what_it_says(mesh: DeviceMesh) -> None:
     error = DisagreementError("all ranks have agreed")
-    with mock.patch.object(joint_pass, "run_joint", side_effect=error), pytest.raises(DisagreementError) as found:
+    with mock.patch.object(backend, "run_joint", side_effect=error), pytest.raises(DisagreementError) as found:
         RematerializePass(Config(strict="off"))(torch.fx.Graph())
     assert found.value is error

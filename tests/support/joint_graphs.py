@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from asynctp_passes import Config, joint_pass, partition_pass
+from asynctp_passes import Config
+from asynctp_passes.ir.marks import CANDIDATE, REMATERIALIZED
 from asynctp_passes.ir.traversal import reachable, tangents_of
-from asynctp_passes.planning.rematerializable import CANDIDATE
-from asynctp_passes.planning.rematerialize import REMATERIALIZED
+from asynctp_passes.remat.joint import run_joint
+from asynctp_passes.remat.partition import run_partition
 from asynctp_passes.torch_private import partitioner, symbolic_sizes
 
 
@@ -74,14 +75,12 @@ def divided(graph: Graph, config: Config, partition: Any = partitioner.default_p
 
     The results of the forward come first among those of the graph.
     """
-    joint_pass.run_joint(graph, config)
+    run_joint(graph, config)
     backward = reachable(tangents_of(graph), lambda node: node.users)
     results = sum(node not in backward for node in outputs_of(graph))
     gm = GraphModule(torch.nn.Module(), graph)
     gm.graph.owning_module = gm
-    halves = partition_pass.run_partition(
-        gm, lambda: partition(gm, [], compiler="inductor", num_fwd_outputs=results), results, config
-    )
+    halves = run_partition(gm, lambda: partition(gm, [], compiler="inductor", num_fwd_outputs=results), results, config)
     assert halves[2] is None
     for half in halves[:2]:
         half.graph.lint()

@@ -15,12 +15,13 @@ from passes import outcomes, run_pass
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from asynctp_passes import Config, Report, joint_pass
+from asynctp_passes import Config, Report
 from asynctp_passes.ir.collectives import read_collectives
+from asynctp_passes.ir.marks import CANDIDATE
 from asynctp_passes.planning import legality
 from asynctp_passes.planning.legality import SMALL_BYTES, blind_calls
 from asynctp_passes.planning.plan import planned, questions_of
-from asynctp_passes.planning.rematerializable import CANDIDATE
+from asynctp_passes.remat.joint import run_joint
 from asynctp_passes.torch_private import partitioner, process_groups
 
 BF16, FP16, FP32, FP64, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn
@@ -301,7 +302,7 @@ def test_no_gather_is_made_again_in_a_group_with_a_blind_call(dtype: torch.dtype
     dy = b.input("tangents_1", [8, 6], BF16, device="cuda")
     blind = b.all_reduce(b.input("tangents_2", [4, 8], dtype, device="cuda"))
     graph = b.returns(out, blind, b.mm(b.permute(whole, [1, 0]), dy))
-    joint_pass.run_joint(graph, Config(rematerialize="always"))
+    run_joint(graph, Config(rematerialize="always"))
     assert [node.meta[CANDIDATE] for node in graph.nodes if CANDIDATE in node.meta] == wanted
 
 
@@ -316,6 +317,6 @@ def test_a_sum_is_saved_where_calls_are_compared(device: str, dtype: torch.dtype
     result = b.relu(b.all_reduce(product))
     gradient = b.mul(*(b.input(f"{name}_1", [8, 8], dtype, device=device) for name in ("tangents", "primals")))
     graph = b.returns(result, b.all_reduce(gradient))
-    joint_pass.run_joint(graph, Config())
+    run_joint(graph, Config())
     saves = [node.name for node in graph.nodes if partitioner.recompute_tag(node) is CheckpointPolicy.MUST_SAVE]
     assert saves == [wanted]

@@ -27,7 +27,7 @@ ROWS = (
     ("planning",),
     ("rewriting", "reporting"),
     ("ranks",),
-    ("pipeline", "joint_pass", "partition_pass"),
+    ("pipeline", "remat"),
     ("backend",),
     ("process", "reference"),
     ("__init__",),
@@ -69,7 +69,6 @@ PRIVATE_TORCH = {
     # An op namespace, which torch.ops spells with an underscore.
     "ops/plain_collectives": {"torch.ops._c10d_functional"},
     "rewriting/emit_alone": {"torch.ops._c10d_functional"},
-    "rewriting/emit_bucket": {"torch.ops._c10d_functional"},
     "rewriting/emit_on_shard": {"torch.ops._c10d_functional"},
     "rewriting/ordering": {"torch.ops._c10d_functional"},
     "tools/bench": {"torch.ops._c10d_functional"},
@@ -209,10 +208,28 @@ def test_contributors_see_a_room_above_those_that_it_imports(rows: tuple[tuple[s
     assert told == sorted(told, reverse=True)
 
 
+def test_check_and_rewrite_name_each_other() -> None:
+    """The table of `chains`: each function in it is there, one that proves and one that rewrites in each row."""
+    sources = modules(PASSES)
+    functions = {
+        f"{path}.{node.name}"
+        for path, tree in sources.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    told = ast.get_docstring(sources["matching/chains"], clean=False) or ""
+    table = re.findall(r"^    .*?  (\w+\.\w+) +(\w+\.\w+)$", told, re.MULTILINE)
+    assert len(table) > 10
+    for proves, rewrites in table:
+        assert {f"matching/{proves}", f"planning/{proves}"} & functions, proves
+        assert f"rewriting/{rewrites}" in functions
+
+
 def test_only_rewriting_edits_graphs() -> None:
     """The calls that change a graph occur nowhere else, so that finding and deciding cannot.
 
-    `torch_private` puts a graph back, and adds a tensor that Inductor can wait for.
+    `torch_private` puts a graph back, and adds a tensor that Inductor can wait for. `remat` edits the halves of a
+    graph, which no plan is about.
     """
     edits = {"erase_node", "replace_all_uses_with", "inserting_before", "inserting_after", "replace_input_with"}
     editors = {
@@ -221,9 +238,9 @@ def test_only_rewriting_edits_graphs() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in edits
     }
-    own = {"builder", "cleanup", "emit_bucket", "emit_run_check", "places", "rematerialize", "rewrite", "ungroup"}
+    own = {"builder", "cleanup", "emit_alone", "emit_run_check", "places", "store_scales", "ungroup"}
     private = {"torch_private/fx_graphs", "torch_private/inductor_order"}
-    assert editors == private | {f"rewriting/{module}" for module in own}
+    assert editors == private | {"remat/edit"} | {f"rewriting/{module}" for module in own}
 
 
 def test_only_config_reads_our_environment_variables() -> None:

@@ -17,9 +17,8 @@ from torch._inductor.inductor_prims import force_stride_order
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from asynctp_passes.planning.materialize_scales import scales_to_store
 from asynctp_passes.rewriting import rewrite
-from asynctp_passes.rewriting.rewrite import store
+from asynctp_passes.rewriting.store_scales import scales_to_store, store
 
 
 def traced(program: Callable[..., object], *shapes: tuple[int, ...], symbolic: bool = False) -> fx.GraphModule:

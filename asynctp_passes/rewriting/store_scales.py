@@ -4,22 +4,27 @@
     x [rows, K] ─▶ * scale ─▶ clamp ─▶ fp8
 
 All of this is pointwise, so it becomes one kernel, with a division in fp64 for every element of x, and takes up to five
-times as long as memory does. Scales that are stored (`rewrite.store`) are read instead. The values are the same bits:
+times as long as memory does. Scales that are stored are read instead. The values are the same bits:
 only tensors are stored that are fp32 or fp64 in the program too.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import fx
 
-from asynctp_passes.ir.nodes import is_pointwise, tensor_of
+from asynctp_passes.ir.nodes import is_pointwise, tensor_of, value_of
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view
+from asynctp_passes.rewriting.builder import INHERITED
+from asynctp_passes.torch_private import inductor_order
 
-__all__ = ["LEAST_ELEMENTS", "LEAST_SPREAD", "scales_to_store"]
+__all__ = ["LEAST_ELEMENTS", "LEAST_SPREAD", "scales_to_store", "store"]
 
 LEAST_ELEMENTS = 1 << 20
 """Elements of what is multiplied, below which a kernel more costs as much as it saves."""
@@ -28,7 +33,7 @@ LEAST_SPREAD = 64
 
 
 def scales_to_store(graph: fx.Graph) -> list[fx.Node]:
-    """The small tensors that are computed in fp64, where many more elements meet them; pure.
+    """The small tensors that are computed in fp64, where many more elements meet them.
 
     Tensors whose size is not known, or whose chain has no fp64 in it, are left to Inductor.
     """
@@ -70,3 +75,12 @@ def _in_fp64(node: fx.Node) -> bool:
 
     values = [tensor_of(one) for one in reachable([node], where=inlined)]
     return any(value is not None and value.dtype == torch.float64 for value in values)
+
+
+def store(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    """Let Inductor store these tensors and read them from memory, instead of computing them in each kernel again."""
+    for node in nodes:
+        with graph.inserting_after(node):
+            stored = graph.call_function(inductor_order.stored_op(), (node, value_of(node).stride()))
+        stored.meta = {name: node.meta[name] for name in ("val", *INHERITED) if name in node.meta}
+        node.replace_all_uses_with(stored, delete_user_cb=partial(operator.is_not, stored))

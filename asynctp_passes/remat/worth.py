@@ -1,11 +1,11 @@
-"""Which gathers of a forward are worth being made again in the backward. Pure: `joint_pass` marks them.
+"""Which gathers of a forward are worth being made again in the backward. Pure: `joint` marks them.
 
     forward    shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ product
     backward   shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ weight's gradient     instead of keeping what was gathered
 
 The gathered tensor has a shard's bytes for every rank, and is most of what a layer with sequence parallelism keeps for
 its backward. The graph of forward and backward tells whether it is worth it. Whether it can be done is known when
-torch's partitioner has divided that graph (`rematerializable`).
+torch's partitioner has divided that graph (`expressible`).
 
 A gather is worth it if a fused op of the forward takes it in, the backward needs more of it than what products made,
 and activation checkpointing has not tagged it. Its group has to communicate in the backward anyway: another rank may
@@ -27,13 +27,10 @@ from asynctp_passes.ir.nodes import mutates
 from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.planning import cost_model
-from asynctp_passes.planning.rematerializable import repeatable_uses
+from asynctp_passes.remat.expressible import repeatable_uses
 from asynctp_passes.torch_private import partitioner
 
-__all__ = ["LEAST_BYTES", "REMATERIALIZED", "rematerialization_candidates"]
-
-REMATERIALIZED = "asynctp_rematerialized"
-"""Key in the `meta` of a gather of a backward that was one of the forward: the bytes gathered, 0 where symbolic."""
+__all__ = ["LEAST_BYTES", "rematerialization_candidates"]
 
 LEAST_BYTES = 32 << 20
 """`"auto"` leaves a gather by which a rank receives fewer: the host takes as long to start it (0.1 ms), and a program

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
+from asynctp_passes.ir.marks import CANDIDATE, REMATERIALIZED
 from asynctp_passes.ir.nodes import has_side_effect, is_number, tensor_of
 from asynctp_passes.ir.order import recorded_place
 from asynctp_passes.planning import cost_model
-from asynctp_passes.planning.rematerializable import CANDIDATE, Halves, Rematerialization
-from asynctp_passes.planning.rematerialize import REMATERIALIZED
+from asynctp_passes.remat.expressible import Halves, Rematerialization
 from asynctp_passes.torch_private import partitioner
 
 __all__ = ["rematerialize"]
@@ -85,7 +85,7 @@ def _save(halves: Halves, shard: fx.Node) -> fx.Node:
     names = {node.name: node for node in halves.backward.nodes}
     with halves.backward.inserting_before(spot):
         given = halves.backward.create_node("placeholder", shard.name)
-    if (other := names.get(shard.name)) is not None:  # plain's backward computes it, too
+    if (other := names.get(shard.name)) is not None:  # the backward computes it anyway
         given.name, other.name = other.name, given.name
     given.meta = dict(shard.meta)
     halves.outputs.insert(halves.results + index, shard)

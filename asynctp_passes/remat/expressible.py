@@ -5,12 +5,12 @@
 
 Torch's partitioner has divided the graph of forward and backward already. So what is kept is known, and nothing else
 changes: each saved tensor that is computed from the gathered one, without a matmul in between, has to be expressed.
-That is to be computed again by ops that have the same bits whenever they are done. An expression starts from the
-gather, and from what plain's backward reads too. Where the shard itself cannot be expressed so, it is saved.
+That is to be computed again by ops that have the same bits whenever they are done. It may start from the gather and
+from tensors that the backward reads anyway. Where the shard itself cannot be expressed so, it is saved.
 
-All that an expression starts from is memory that this graph has made and does not return. To an input, a parameter or a
-result the program may write before the backward. Even where plain's backward reads there, it may read only a part, or
-only the sign, or mean the new values.
+All that it starts from is memory that this graph has made and does not return. To an input, a parameter or a result the
+program may write before the backward. Even where the backward reads there anyway, it may read only a part, or only the
+sign, or mean the new values.
 
 Each gather is looked at alone, and needs nothing that another one could take away. So whether ranks refuse another one
 changes nothing.
@@ -26,6 +26,7 @@ from torch import fx
 
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives
+from asynctp_passes.ir.marks import CANDIDATE
 from asynctp_passes.ir.memory import owners_of, program_memory, written_memory
 from asynctp_passes.ir.nodes import (
     called_name,
@@ -44,10 +45,7 @@ from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.planning.deviations import of_rematerialized
 from asynctp_passes.torch_private import partitioner, symbolic_sizes, torch_ops
 
-__all__ = ["CANDIDATE", "Halves", "Rematerialization", "find_rematerializations", "repeatable_uses"]
-
-CANDIDATE = "asynctp_candidate"
-"""Key in the `meta` of a gather of the forward that is worth being made again: its place among those of its group."""
+__all__ = ["Halves", "Rematerialization", "find_rematerializations", "repeatable_uses"]
 
 _SMALL = 16
 """A saved tensor with less than this part of the gathered bytes, one in so many, may stay saved."""
@@ -196,7 +194,7 @@ class _Search:
         return [node for node in own if given[node].users and not is_number(node)]
 
     def _read_anyway(self) -> Iterator[fx.Node]:
-        """The saved values that plain's backward reads, as the forward has made them: none of the program's memory."""
+        """The saved values that the backward reads anyway, as the forward made them: none of the program's memory."""
         owners = owners_of(self._halves.backward)
         written = written_memory(self._halves.backward, owners)
         for node, given in self._halves.given.items():

@@ -13,10 +13,10 @@ from asynctp_passes.ir.marks import note_joint
 from asynctp_passes.ir.order import communications
 from asynctp_passes.ir.traversal import tangents_of
 from asynctp_passes.planning.deviations import communicated
-from asynctp_passes.planning.rematerializable import Halves, find_rematerializations
 from asynctp_passes.ranks.undo import UndoOnError
+from asynctp_passes.remat.edit import rematerialize
+from asynctp_passes.remat.expressible import Halves, find_rematerializations
 from asynctp_passes.reporting.report import Report
-from asynctp_passes.rewriting.rematerialize import rematerialize
 from asynctp_passes.torch_private import dynamo, partitioner
 
 __all__ = ["run_partition"]
@@ -63,7 +63,7 @@ def run_partition(
 
 
 def _facts(graph: fx.Graph) -> tuple[dict[str, str], set[str]]:
-    """A hash of what each group communicates, none without a backward; and the nodes that checkpointing has tagged."""
+    """The hash of each group's collectives (empty without a backward), and the nodes that checkpointing has tagged."""
     if not (tangents_of(graph) and communications(graph.nodes)):
         return {}, set()
     tagged = {node.name for node in graph.nodes if partitioner.recompute_tag(node) is not None}
