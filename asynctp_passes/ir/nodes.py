@@ -293,8 +293,12 @@ def describe_tensor(value: torch.Tensor) -> str:
 
 
 def call_of(node: fx.Node) -> dict[str, Any]:
-    """An op's arguments by their schema names, fake tensors for nodes; without its group and accord."""
-    found = {name: value for name, value in arguments(node).items() if name not in ("group_name", "accord")}
+    """An op's arguments by their schema names, fake tensors for nodes; without its group, its accord and defaults."""
+    op = torch_ops.overload_of(node.target)
+    assert op is not None
+    defaults = {one.name: one.default_value for one in op._schema.arguments if one.has_default_value()}
+    given = {name: value for name, value in arguments(node).items() if value is not defaults.get(name, node)}
+    found = {name: value for name, value in given.items() if name not in ("group_name", "accord")}
     return {name: fx.map_arg(value, lambda source: source.meta["val"]) for name, value in found.items()}
 
 

@@ -286,7 +286,7 @@ class GatherChain(_Chain):
     @property
     def kind(self) -> str:
         """The name of the fused op."""
-        return f"all_gather_{'' if self.matmuls[0].scaled is None else 'scaled_'}matmul"
+        return "all_gather_matmul"
 
     @property
     def sent(self) -> Rearrangement:
@@ -415,7 +415,7 @@ class ScatterChain(_Chain):
     @property
     def kind(self) -> str:
         """The name of the fused op."""
-        return f"{'' if self.matmuls[0].scaled is None else 'scaled_'}matmul_{self.collective.kind}"
+        return f"matmul_{self.collective.kind}"
 
     @property
     def placed_by(self) -> tuple[Collective, ...]:

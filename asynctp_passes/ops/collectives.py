@@ -30,7 +30,7 @@ from asynctp_passes.ops import plain_collectives as plain
 from asynctp_passes.ops.arguments import check_group, group_and_size
 from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.ops.choice import overlapped
-from asynctp_passes.ops.registration import register
+from asynctp_passes.ops.register import register
 from asynctp_passes.torch_private import process_groups, torch_ops
 
 __all__ = ["OPS", "all_gather", "all_reduce", "reduce_scatter"]

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from asynctp_passes.ops.arguments import group_and_size, normalize_dim
+from asynctp_passes.ops.recipes import FP8_DTYPES
 from asynctp_passes.torch_private import process_groups
 
 __all__ = ["FP8_DTYPES", "Mover", "all_reduce", "gather", "gather_with", "gathered_shape", "reduce_scatter"]
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Mover(Protocol):

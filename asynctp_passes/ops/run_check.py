@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from asynctp_passes.errors import DisagreementError
-from asynctp_passes.ops.registration import register
+from asynctp_passes.ops.register import register
 from asynctp_passes.torch_private import process_groups
 from asynctp_passes.waiting import looks, ranks_named
 

@@ -374,16 +374,17 @@ def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
 
 
 def blocks_of_rows_whole(candidate: Candidate, context: Context) -> Refusal | None:
-    """Blocks of 128 rows of A may not have rows of two ranks."""
+    """Blocks of several rows of A may not have rows of two ranks."""
     chain = candidate.chain
     tall = next((m for m in _matmuls(candidate) if m.scaled is not None and m.scaled.of_a.rows > 1), None)
     if chain is None or tall is None:
         return None
     place, value = chain.placement, tensor_of(tall.a)
     rows = place.inner if place is not None and place.axis == "rows" else None if value is None else value.shape[0]
-    if isinstance(rows, int) and rows % 128 == 0:
+    together = 1 if tall.scaled is None else tall.scaled.of_a.rows
+    if isinstance(rows, int) and rows % together == 0:
         return None
-    return Refusal(reasons.SCALES_BLOCKWISE, f"{tall.node.name}: {rows} rows together, in blocks of 128")
+    return Refusal(reasons.SCALES_BLOCKWISE, f"{tall.node.name}: {rows} rows together, in blocks of {together}")
 
 
 def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:

@@ -47,8 +47,8 @@ class Remark:
     Attributes:
         outcome: What happens to it (`reasons.Outcome`): FUSED; OVERLAPPED, ACCELERATED, BUCKETED, ERASED or
             REMATERIALIZED instead; SKIPPED (nothing is done); or MISSED (in scope, and not fused, whatever is done).
-        kind: `"all_gather_matmul"`, `"matmul_reduce_scatter"`, `"matmul_all_reduce"`, the same with `scaled_`, or the
-            collective's own name when no chain was found.
+        kind: `"all_gather_matmul"`, `"matmul_reduce_scatter"`, `"matmul_all_reduce"`, or the collective's own name
+            when no chain was found.
         collective: Name of the collective's node in the original graph.
         code: Reason code (`"ATP101"`); empty when FUSED.
         name: Reason name (`"PIECES_REORDERED"`); empty when FUSED.

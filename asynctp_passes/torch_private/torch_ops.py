@@ -18,10 +18,6 @@ def scaled_mm(
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
 
 
-_SCALING_TYPES = {"1x128": 4, "128x128": 5}
-"""`torch.nn.functional.ScalingType`, by its values."""
-
-
 def int_mm(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b` of int8 in int32.
 
@@ -43,13 +39,13 @@ def scaled_mm_in_blocks(
     b: Tensor,
     a_scale: Tensor,
     b_scale: Tensor,
-    recipe: tuple[str, str],
+    scaling_types: tuple[int, int],
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast: bool,
 ) -> Tensor:
-    """`torch.nn.functional.scaled_mm` with scales of 1x128 or 128x128 blocks of A and of B, as it wants them."""
-    of_a, of_b = (_SCALING_TYPES[name] for name in recipe)
+    """`torch.nn.functional.scaled_mm` with scales of blocks of A and of B, as it wants them (`ScalingType`)."""
+    of_a, of_b = scaling_types
     scales: tuple[Any, ...] = ([a_scale], [of_a], [], [b_scale], [of_b], [])
     result: Tensor = torch.ops.aten._scaled_mm_v2.default(a, b, *scales, bias, out_dtype, [], fast)
     return result

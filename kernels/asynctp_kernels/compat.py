@@ -236,16 +236,12 @@ def int_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.
     return found.contiguous() if out is None else out.copy_(found)
 
 
-#: `torch.nn.functional.ScalingType`, by its values
-_SCALING_TYPES = {"1x128": 4, "128x128": 5}
-
-
 def scaled_mm_in_blocks(
     a: torch.Tensor,
     b: torch.Tensor,
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
-    recipe: tuple[str, str],
+    scaling_types: tuple[int, int],
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     fast: bool,
@@ -253,9 +249,9 @@ def scaled_mm_in_blocks(
 ) -> torch.Tensor:
     """`torch.nn.functional.scaled_mm` with scales of blocks, as that wants them, into `out` if given.
 
-    recipe: "1x128" or "128x128", of A and of B.
+    scaling_types: values of `torch.nn.functional.ScalingType`, of A and of B.
     """
-    of_a, of_b = (_SCALING_TYPES[name] for name in recipe)
+    of_a, of_b = scaling_types
     op = torch.ops.aten._scaled_mm_v2
     scales: tuple[Any, ...] = ([a_scale], [of_a], [], [b_scale], [of_b], [])
     args: tuple[Any, ...] = (a, b, *scales, bias, out_dtype, [])

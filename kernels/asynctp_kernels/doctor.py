@@ -44,7 +44,6 @@ VARIABLES = (
 )
 CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 CUDA_IMPLEMENTATIONS = ("fused", "decomposed", "direct", "sequential")  # where `cuda.choose.select` cannot be asked
-RENAMED_IMPLEMENTATIONS = {"unfused": "sequential"}
 
 # CUdevice_attribute, as in cuda.h of CUDA 12.8 and 13.0 (11.7 appends _V2 to both names). They are of the second
 # version of the stream memory operations, which the ops call (cuStreamBatchMemOp_v2, since CUDA 11.7). Its 32-bit waits
@@ -364,10 +363,7 @@ def own_variables(facts: Facts) -> Iterator[Finding]:
         value = facts.environment.get(name)
         if value is None:
             continue
-        if name == CUDA_VARIABLE and value in RENAMED_IMPLEMENTATIONS:
-            now = RENAMED_IMPLEMENTATIONS[value]
-            yield Finding(name, "warn", f"{value!r} is the old name of {now!r}", f"set it to {now}")
-        elif variable.valid(value):
+        if variable.valid(value):
             yield Finding(name, "info", f"{value!r}: {variable.meaning}")
         else:
             yield Finding(name, "fail", f"{value!r} is not valid", f"set it to {variable.limit}, or unset it")
@@ -549,8 +545,7 @@ def verdict(facts: Facts, findings: Iterable[Finding]) -> Finding:
 
 def sequential_reasons(facts: Facts) -> Iterator[str]:
     """Why the ops do not overlap on these GPUs; nothing when they do."""
-    asked = facts.environment.get(CUDA_VARIABLE, "auto")
-    if RENAMED_IMPLEMENTATIONS.get(asked, asked) == "sequential":
+    if facts.environment.get(CUDA_VARIABLE) == "sequential":
         yield f"{CUDA_VARIABLE} asks for it"
     if facts.triton is None:
         yield "triton is missing"
@@ -611,7 +606,7 @@ def gather_facts() -> Facts:
         unreachable=_unreachable(torch, len(gpus)),
         symmetric_memory=_try(lambda: compat.symmetric_memory_backend(), None),
         micro_pipeline=_try(lambda: compat.micro_pipeline_enabled(), False),
-        implementations=_try(lambda: tuple(select.IMPLEMENTATIONS), CUDA_IMPLEMENTATIONS),
+        implementations=_try(lambda: select.offered(), CUDA_IMPLEMENTATIONS),
         forgetful_allocator=_try(lambda: compat.forgetful_allocator(), None),
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         table_path=path,

@@ -215,7 +215,7 @@ def test_a_gather_that_the_stream_waits_for(kept: bool, here: Machine) -> None:
     call = bulk_call(tensor(1, 24), torch.rand(1, 6), WORLD, kept)
     plan = CopiedGather(call, here.memory)
     here.kernels.clear()
-    found, numbers = plan.run(call.a_shard, None, (), (), (), call.along)
+    found, numbers = plan.run(call.a_shard, None, (), (), (), call.along_shard)
     assert (found.shape, numbers.shape) == ((WORLD, 24), (WORLD, 6))
     streams = [STREAMS[entry.stream] for entry in here.log]
     joined = [entry.event for entry in here.of(Awaited) if entry.stream == MAIN]

@@ -697,7 +697,7 @@ def test_push_reduce_kernel(world: int, where: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_push_all_reduce_kernel(world: int, shots: int, tmp_path: Path) -> None:
     with machine(world=world) as here, mock.patch.object(Wire, "shots", shots):
-        call = replace(scatter_call((1024,), (64,), 8192, world=world), unscaled_op="matmul_all_reduce")
+        call = replace(scatter_call((1024,), (64,), 8192, world=world), scatter_dim=None)
         direct.DirectAllReduce(call, here.memory)
         kernel = compiled(here.prepared[-1], tmp_path)
     check_small(kernel)

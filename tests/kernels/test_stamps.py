@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import cuda_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose.wire import PUSH
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
+from asynctp_kernels.cuda.facts import ReduceFacts
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
 from asynctp_kernels.cuda.runtime.stamps import WORDS
 from cuda_stubs import COPY, Awaited, Computed, Entry, Launched, Machine, Tape, gather_call, machine, scatter_call
@@ -86,7 +86,7 @@ def test_calls_inside_are_stamped_and_those_outside_are_not(here: Machine) -> No
 
 def test_whose_rows_a_tile_has(here: Machine) -> None:
     """Own rows are first in a gather, and last in a scatter."""
-    call: ScatterCall = scatter_call((768,), (64,), 72)
+    call: ReduceFacts = scatter_call((768,), (64,), 72)
     with cuda.stamped() as stamps:
         gather(here)
         peers_come(here, call)
@@ -100,7 +100,7 @@ def test_whose_rows_a_tile_has(here: Machine) -> None:
     assert found[1]["tiles"][3] == [3, 3, 2030, 2031, 2032]
 
 
-def peers_come(here: Machine, call: ScatterCall) -> None:
+def peers_come(here: Machine, call: ReduceFacts) -> None:
     """What the other ranks' words say in a scatter."""
     for words, value in ((here.memory.free, call.wire.signature(PUSH)), (here.memory.full, MAX_CHUNKS)):
         cuda_emulated.at(words.at(RANK, 0), (WORLD,), torch.int32).fill_(value)

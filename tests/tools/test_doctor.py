@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from asynctp_kernels import compat, doctor, errors
-from asynctp_kernels.cuda.choose import names, select
+from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.legality import WORLD_SIZES
 from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.doctor import Facts, Finding, Gpu, diagnose, render, usable
@@ -130,10 +130,6 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
     "sequential asked for": (
         GPU, env(ASYNCTP_CUDA_IMPLEMENTATION="sequential"), [], SEQUENTIAL + "ASYNCTP_CUDA_IMPLEMENTATION asks for it",
     ),
-    "sequential asked for by its old name": (
-        GPU, env(ASYNCTP_CUDA_IMPLEMENTATION="unfused"), ["warn ASYNCTP_CUDA_IMPLEMENTATION"],
-        SEQUENTIAL + "ASYNCTP_CUDA_IMPLEMENTATION asks for it",
-    ),
     "fused asked for": (GPU, env(ASYNCTP_CUDA_IMPLEMENTATION="fused"), [], OVERLAPPED),
     "fused asked for on A100": (
         GPU, {"gpus": (A100,) * 2, **env(ASYNCTP_CUDA_IMPLEMENTATION="fused")}, ["fail ASYNCTP_CUDA_IMPLEMENTATION"],
@@ -241,8 +237,7 @@ def test_known_bugs_by_version() -> None:
 
 def test_names_are_those_of_the_code() -> None:
     """The doctor must import without the modules that own these names, so it repeats them."""
-    assert set(doctor.CUDA_IMPLEMENTATIONS) <= set(select.IMPLEMENTATIONS)
-    assert doctor.RENAMED_IMPLEMENTATIONS == names.RENAMED
+    assert set(doctor.CUDA_IMPLEMENTATIONS) <= set(select.offered())
     assert (doctor.CUDA_VARIABLE, doctor.TABLE_VARIABLE) == (select.VARIABLE, select.TABLE_VARIABLE)
     assert doctor.TIMEOUT_VARIABLE == errors.TIMEOUT_VARIABLE
     assert WORLD_SIZES.stop - 1 == doctor.MAX_RANKS
@@ -364,7 +359,7 @@ def test_facts_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (facts.python, facts.torch) == (sys.version_info[:3], torch.__version__)
     assert (facts.torch_cuda, len(facts.gpus)) == (torch.version.cuda, torch.cuda.device_count())
     assert facts.kernels_error is None
-    assert facts.implementations == select.IMPLEMENTATIONS
+    assert facts.implementations == select.offered()
     assert facts.environment["ASYNCTP_TIMEOUT_S"] == "7"
     assert (facts.table_path, facts.table_gpus, facts.table_error) == ("no/such/file", None, "")
     if torch.version.cuda is None:

@@ -271,7 +271,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def test_the_call_of_a_fused_op() -> None:
-    """By argument name, as `torch.ops.asynctp` has them; the group has a field of its own."""
+    """By argument name, as `torch.ops.asynctp` has them, but for defaults; the group has a field of its own."""
     fused, *others = real_report().remarks
     assert fused.call == {
         "a_shard": {"dtype": "float32", "shape": [4, 8], "stride": [8, 1]},
@@ -280,7 +280,6 @@ def test_the_call_of_a_fused_op() -> None:
         "gather_dim": 0,
         "return_a_full": False,
         "group_size": 4,
-        "all_keep": None,
     }
     assert [remark.call for remark in others] == [{}] * 3
 

@@ -143,7 +143,7 @@ def _refused(rank: int, world: int, seed: int) -> list[str]:
 
     def gather(bad: bool, kept: bool) -> torch.Tensor:
         a, b = torch.full((8, 16), rank + 1.0).bfloat16(), torch.eye(17 if bad else 16).bfloat16()
-        return ops.all_gather_matmul(a, [b], [None], 0, False, world, group.group_name, kept)[0]
+        return ops.all_gather_matmul(a, [b], [None], 0, False, world, group.group_name, all_keep=kept)[0]
 
     def scatter(bad: bool) -> torch.Tensor:
         a, b = torch.full((8 * world, 16), rank + 1.0).bfloat16(), torch.eye(17 if bad else 16).bfloat16()

@@ -26,7 +26,7 @@ import torch
 import triton
 
 from asynctp_kernels.compat import symmetric_memory_backend
-from asynctp_kernels.cuda.choose import names, select, tables
+from asynctp_kernels.cuda.choose import select, tables
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import NotEnrolled
 from asynctp_kernels.host import host_name
@@ -115,7 +115,7 @@ def facts_of(index: int | None, *, with_table: bool = True) -> Facts:
         triton=triton.__version__,
         driver=_known(driver.driver_version),
         backend=UNKNOWN if driver.IN_ORDER else _known(symmetric_memory_backend),
-        implementation=names.current(os.environ.get(select.VARIABLE, "auto"), select.VARIABLE),
+        implementation=os.environ.get(select.VARIABLE, "auto"),
         table=tables.digest(select.tuned(), name) if with_table else UNKNOWN,
     )
 
