@@ -64,7 +64,7 @@ from asynctp_kernels.cuda.runtime.recordings import Recordings, Work
 from asynctp_kernels.cuda.runtime.script import Channel, Player, Step, compile_script
 from asynctp_kernels.cuda.runtime.watch import Calls, error_in, start_watch
 from asynctp_kernels.errors import SET_THE_BOUND, NotEnrolled, SymmetricMemoryError, given_timeout_s, timeout_s
-from asynctp_kernels.meeting import FAULTS, Process, forget_failures, meet, stop
+from asynctp_kernels.meeting import FAULTS, Process, meet, stop
 from asynctp_kernels.signals import new_status
 
 log = logging.getLogger(__name__)
@@ -609,7 +609,6 @@ def release(group: ProcessGroup) -> None:
     """
     found = _groups.pop(group, None)
     _failed.pop(group, None)
-    forget_failures(group)
     if found is not None:
         driver.synchronize(found.device)
         found.failure, found.released = "it was released", True
