@@ -48,7 +48,6 @@ from asynctp_kernels.cuda.runtime.script import (
     share_script,
     summed_script,
 )
-from asynctp_kernels.cuda.runtime.stamps import StampTable
 from asynctp_kernels.layout import ShardLayout
 
 
@@ -58,7 +57,6 @@ class ScatterPlan:
     uses_memory: calls take their turn in the group's memory. cublas, patience: see `Work`.
     in_place: the result takes the place of the sum of the matmuls.
     staging_shape, extra_shape: of the sum of the matmuls, and of one apart.
-    stamps: of the GEMM's tiles, if they are asked for.
     """
 
     name: str
@@ -66,7 +64,6 @@ class ScatterPlan:
     cublas = True
     patience = 1
     in_place = False
-    stamps: StampTable | None = None
     staging_shape: tuple[int, ...]
     extra_shape: tuple[int, ...]
 
@@ -156,8 +153,6 @@ class ScatterPlan:
 
     def make(self, stream: int, call: ScatterTensors) -> None:
         """Enqueue the call, in its turn, or launch a recording of it."""
-        if self.stamps is not None:
-            self.stamps.begin(stream, self.memory.last)
 
         def enqueue(at: int, small: Sequence[Tensor] | None = None) -> None:
             self.enqueue(at, self.with_kernel_layout(call if small is None else call.with_small(small)))
