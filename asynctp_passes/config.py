@@ -26,6 +26,7 @@ __all__ = [
     "cpu_implementation",
     "did_you_mean",
     "nvtx_ranges",
+    "own_variables",
     "required",
     "write_whole",
 ]
@@ -308,6 +309,11 @@ def _variable_of_now(key: str, environ: Mapping[str, str]) -> str:
     _require(now not in environ, key, environ[key], f"left out, since {now} is given, which is its name now")
     _warn(key, now, "a variable")
     return now
+
+
+def own_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The `ASYNCTP_*` variables that are set."""
+    return {key: text for key, text in environ.items() if key.startswith(_ENVIRONMENT_PREFIX)}
 
 
 def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:

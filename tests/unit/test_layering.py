@@ -29,7 +29,7 @@ ROWS = (
     ("ranks",),
     ("pipeline", "joint_pass", "partition_pass"),
     ("backend",),
-    ("process", "reference"),
+    ("process", "reference", "doctor"),
     ("__init__",),
     ("torchtitan", "vllm", "megatron"),
     ("tools",),
@@ -44,7 +44,6 @@ KERNEL_ROWS = (
     ("host",),
     ("numerics", "interpreter"),
     ("cuda",),
-    ("doctor",),
     ("__init__",),
 )
 CUDA_ROWS = (
