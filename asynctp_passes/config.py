@@ -22,6 +22,7 @@ __all__ = [
     "can_be_written",
     "cpu_implementation",
     "did_you_mean",
+    "own_variables",
     "required",
 ]
 
@@ -229,6 +230,11 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         except ConfigError as error:
             raise ConfigError(f"{error} (set by {key}={text!r})") from None
     return values
+
+
+def own_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The `ASYNCTP_*` variables that are set."""
+    return {key: text for key, text in environ.items() if key.startswith(_ENVIRONMENT_PREFIX)}
 
 
 def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:

@@ -28,7 +28,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asynctp_passes.config import Config, ConfigError, can_be_written, required
+from asynctp_passes import doctor
+from asynctp_passes.config import can_be_written, required
 from asynctp_passes.reasons import CATALOGUE, Reason
 from asynctp_passes.reporting import files
 from asynctp_passes.reporting.report import Remark, Report
@@ -131,9 +132,15 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("asynctp-out"), help="folder to write to (default: %(default)s)")
     demo.set_defaults(run=_demo, parser=demo)
 
-    doctor = commands.add_parser("doctor", help="say what will work on this machine, and what to do about the rest")
-    doctor.add_argument("--json", action="store_true", help="print one JSON array instead")
-    doctor.set_defaults(run=_doctor, parser=doctor)
+    machine = commands.add_parser("doctor", help="say what will work on this machine, and what to do about the rest")
+    form = machine.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON array instead")
+    form.add_argument(
+        "--report", action="store_true",
+        help="print what a bug report needs, without paths and names: this, the environment, and the last reports of "
+        "ASYNCTP_REPORT_FILE or of the newest such file here",
+    )  # fmt: skip
+    machine.set_defaults(run=_doctor, parser=machine)
 
     bench = commands.add_parser(
         "bench", help="time the fused ops against cuBLAS + NCCL and PyTorch's in-tree ops on this machine's GPUs"
@@ -206,51 +213,16 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    doctor = _load_doctor()
-    found = doctor.diagnose(doctor.gather_facts(), [doctor.Finding(*bad) for bad in _bad_options()])
-    findings = [doctor.Finding("asynctp", "ok", _versions(doctor)), *found]
-    if options.json:
+    facts = doctor.gather_facts()
+    findings = doctor.diagnose(facts)
+    if options.report:
+        reports = doctor.last_reports(os.environ, Path.cwd())
+        print(doctor.bug_report(facts, findings, reports, doctor.own_names()))
+    elif options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         print(doctor.render(findings))
     return 0 if doctor.usable(findings) else 1
-
-
-def _versions(doctor: Any) -> str:
-    """The versions of the package that runs, and of what is installed, and where both halves of it are."""
-    import asynctp_passes
-
-    own, installed = asynctp_passes.__version__, _version()
-    found = own if own == installed else f"{own}, where {installed} is installed"
-    places = [Path(str(module.__file__)).parent for module in (asynctp_passes, doctor)]
-    return f"{found}; passes in {places[0]}, kernels in {places[1]}"
-
-
-def _load_doctor() -> Any:
-    """`asynctp_kernels.doctor`; by its path where that package does not import, since the doctor is to say why."""
-    name = "asynctp_kernels.doctor"
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        package = importlib.util.find_spec("asynctp_kernels")
-        if package is None or not package.submodule_search_locations:
-            raise UsageError(f"doctor: cannot import {name} ({error}); install asynctp-passes again") from error
-        path = Path(package.submodule_search_locations[0]) / "doctor.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _bad_options() -> list[tuple[str, str, str, str]]:
-    """The finding about `ASYNCTP_*` variables that Config refuses: torch.compile would raise it."""
-    try:
-        Config.from_options()
-    except ConfigError as error:
-        return [("options", "fail", str(error), "correct or unset the variable")]
-    return []
 
 
 def add_bench_options(parser: argparse.ArgumentParser, end_to_end: bool = True) -> None:

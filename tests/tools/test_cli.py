@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import asynctp_passes
 from asynctp_passes.reasons import CATALOGUE
@@ -119,8 +120,9 @@ def test_the_doctor_says_which_version_runs(capsys: pytest.CaptureFixture[str]) 
     version = asynctp_passes.__version__
     assert re.search(rf"asynctp +{re.escape(version)}", capsys.readouterr().out)
     main(["doctor", "--json"])
-    first, *_ = json.loads(capsys.readouterr().out)
+    first, second, *_ = json.loads(capsys.readouterr().out)
     assert (first["name"], first["status"]) == ("asynctp", "ok")
+    assert (second["name"], second["text"]) == ("torch", torch.__version__)
     assert version in first["text"]
     assert "kernels in " in first["text"]
 

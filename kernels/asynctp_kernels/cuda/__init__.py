@@ -21,12 +21,10 @@ from asynctp_kernels.cuda.groups import is_awaited, last_implementation, leave, 
 from asynctp_kernels.cuda.moves import Mover, run_bulk_all_reduce, run_bulk_gather, run_bulk_scatter
 from asynctp_kernels.cuda.plans.collectives import all_gather
 from asynctp_kernels.cuda.runtime import interpreted
-from asynctp_kernels.cuda.runtime.stamps import Stamps, stamped
 
 __all__ = [
     "Choice",
     "Mover",
-    "Stamps",
     "all_gather",
     "choice_for",
     "explain",
@@ -43,7 +41,6 @@ __all__ = [
     "run_gather",
     "run_reduce",
     "shared_bytes",
-    "stamped",
 ]
 
 #: programs import them by these names

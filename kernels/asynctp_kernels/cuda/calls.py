@@ -24,7 +24,6 @@ from asynctp_kernels.cuda.implementations import make_plan
 from asynctp_kernels.cuda.moves import Mover, check_or_skip, check_taking_part
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
 from asynctp_kernels.cuda.plans.own_program import OwnProgram
-from asynctp_kernels.cuda.runtime import stamps
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 
 CheckCall = Callable[[Any], None]
@@ -58,7 +57,7 @@ def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
         check(call)
         return program(call, Mover(group, call.kept, call.accord))
     key = (
-        call.values, memory.skipped, select.requested(), stamps.requested(),
+        call.values, memory.skipped, select.requested(),
         *keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)
@@ -95,7 +94,7 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
     operands = (a_parts, b_parts, a_scales, b_scales, call.biases, added)
     times = nonunit(call.factors) if call.factors else ()
     key = (
-        call.values, times, memory.skipped, select.requested(), stamps.requested(),
+        call.values, times, memory.skipped, select.requested(),
         *keys_of(*a_parts, *b_parts, *a_scales, *b_scales, *call.biases, added),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)

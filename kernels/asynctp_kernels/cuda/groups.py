@@ -16,10 +16,9 @@ from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.legality import group_refused
 from asynctp_kernels.cuda.runtime import memory as memory_of
 from asynctp_kernels.cuda.runtime.driver import CudaError, StreamWaitOver
-from asynctp_kernels.cuda.runtime.enroll import facts_of
+from asynctp_kernels.cuda.runtime.enroll import facts_of, reached
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory, group_memory
-from asynctp_kernels.cuda.runtime.reach import reached
 from asynctp_kernels.cuda.runtime.watch import error_of
 from asynctp_kernels.errors import NotEnrolled, SymmetricMemoryError
 

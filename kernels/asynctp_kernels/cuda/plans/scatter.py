@@ -50,7 +50,6 @@ from asynctp_kernels.cuda.runtime.script import (
     share_script,
     summed_script,
 )
-from asynctp_kernels.cuda.runtime.stamps import StampTable
 from asynctp_kernels.layout import ShardLayout
 
 
@@ -60,14 +59,12 @@ class ScatterPlan(Implementation):
     uses_memory: calls take their turn in the group's memory. cublas, patience: see `Work`.
     in_place: the result takes the place of the sum of the matmuls.
     staging_shape, extra_shape: of the sum of the matmuls, and of one apart.
-    stamps: of the GEMM's tiles, if they are asked for.
     """
 
     uses_memory = True
     cublas = True
     patience = 1
     in_place = False
-    stamps: StampTable | None = None
     staging_shape: tuple[int, ...]
     extra_shape: tuple[int, ...]
 
@@ -157,8 +154,6 @@ class ScatterPlan(Implementation):
 
     def make(self, stream: int, call: ScatterTensors) -> None:
         """Enqueue the call, in its turn, or launch a recording of it."""
-        if self.stamps is not None:
-            self.stamps.begin(stream, self.memory.last)
 
         def enqueue(at: int, small: Sequence[Tensor] | None = None) -> None:
             self.enqueue(at, self.with_kernel_layout(call if small is None else call.with_small(small)))

@@ -171,6 +171,25 @@ def sources_digest() -> str:
     return found.hexdigest()[:16]
 
 
+@functools.cache
+def reached(index: int) -> tuple[str, ...]:
+    """Number and UUID of each GPU that GPU `index` reaches and that reaches it, its own among them.
+
+    Two processes with the same ones reach each other's memory, as each names its own GPU too. And they have different
+    numbers for different GPUs: torch's symmetric memory takes no group whose GPUs have one number, as where each
+    process sees one alone (`CUDA_VISIBLE_DEVICES`).
+    """
+    return tuple(
+        f"{each}: {torch.cuda.get_device_properties(each).uuid}"
+        for each in range(torch.cuda.device_count())
+        if each == index or (_access(index, each) and _access(each, index))
+    )
+
+
+def _access(one: int, other: int) -> bool:
+    return bool(torch.cuda.can_device_access_peer(one, other))
+
+
 def _hosts(found: Sequence[Facts]) -> str:
     """Say why ranks of several machines cannot share memory; torch's rendezvous would not."""
     hosts = sorted({facts.host for facts in found})

@@ -1,27 +1,46 @@
 """`asynctp doctor`: what will work on this machine, and what to do about what will not.
 
     gather_facts() ─▶ Facts ─diagnose─▶ findings, the verdict last ─render─▶ text
+                                                              └─bug_report─▶ text for an issue
 
-`gather_facts` alone looks at the machine; all else is pure, so that tests make up their machines. Importing this module
-needs the standard library only, and nothing here raises for want of a GPU, a driver, triton or torch: that is what the
-findings are about.
+`gather_facts` and `last_reports` alone look at the machine; all else is pure, so that tests make up their machines.
+Nothing here raises for want of a GPU, a driver, triton, torch or the kernels: that is what the findings are about.
 """
 
 from __future__ import annotations
 
+import functools
+import getpass
 import importlib
+import importlib.util
 import itertools
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-__all__ = ["Facts", "Finding", "Gpu", "diagnose", "gather_facts", "render", "usable"]
+from asynctp_passes.config import RUNTIME_VARIABLES, Config, ConfigError, own_variables
+from asynctp_passes.reporting.report import Report
+
+__all__ = [
+    "Facts",
+    "Finding",
+    "Gpu",
+    "bug_report",
+    "diagnose",
+    "gather_facts",
+    "last_reports",
+    "render",
+    "usable",
+    "without_places",
+]
 
 Status = Literal["ok", "info", "warn", "fail"]
 Version = tuple[int, ...]
@@ -38,10 +57,13 @@ CUDA_VARIABLE = "ASYNCTP_CUDA_IMPLEMENTATION"
 TABLE_VARIABLE = "ASYNCTP_TUNING_TABLE"
 TIMEOUT_VARIABLE = "ASYNCTP_TIMEOUT_S"
 RECORDED_VARIABLE = "ASYNCTP_RECORDED_CALLS"
-VARIABLES = (
-    *(TIMEOUT_VARIABLE, CPU_VARIABLE, CUDA_VARIABLE, TABLE_VARIABLE),
-    *(RECORDED_VARIABLE, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS"),
+REPORTS_VARIABLE = "ASYNCTP_REPORT_FILE"
+#: beside those of asynctp
+OTHER_VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_SYMMMEM", "TRITON_INTERPRET"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
 )
+REPORTS, REPORT_BYTES = 3, 1 << 20  # of the last ones, and how much of the end of a file is looked at
 CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 CUDA_IMPLEMENTATIONS = ("fused", "decomposed", "direct", "sequential")  # where `cuda.choose.select` cannot be asked
 
@@ -83,6 +105,9 @@ class Facts:
     """All that the checks know of the machine. The defaults are a machine without anything.
 
     Attributes:
+        version: Of asynctp. installed: Of the package that is installed; empty where none is.
+        places: The folders of its two halves, the kernels' empty where they cannot be found.
+        options_error: Why Config refuses the environment: torch.compile would raise it. Empty when it does not.
         torch, triton, numpy: Versions; None where the import fails.
         torch_cuda: The CUDA version that torch was built for; None for a build without CUDA.
         interpreted: Triton runs its interpreter (TRITON_INTERPRET=1).
@@ -96,12 +121,16 @@ class Facts:
         micro_pipeline: Inductor's own async TP pass is on in this process.
         implementations: Names of what a fused op can run on GPUs.
         forgetful_allocator: The setting by which torch's allocator does not keep what is freed; None where it does.
-        environment: The variables that matter, where set.
+        environment: The variables that matter, where set: those of asynctp, and `OTHER_VARIABLES`.
         table_path: Where the tuning table is looked for; empty when not known.
         table_gpus: GPUs that it has measurements of; None when there is no such file.
         table_error: Why the file cannot be read; empty when it can.
     """
 
+    version: str = ""
+    installed: str = ""
+    places: tuple[str, str] = ("", "")
+    options_error: str = ""
     python: Version = OLDEST_PYTHON
     torch: str | None = None
     torch_cuda: str | None = None
@@ -141,6 +170,14 @@ def _cuda_text(version: int) -> str:
 
 
 # --- versions --------------------------------------------------------------------------------------------------
+def own_version(facts: Facts) -> Iterator[Finding]:
+    """Say which asynctp runs, which one is installed, and where its two halves are."""
+    found = facts.version
+    if facts.installed != facts.version:
+        found += f", where {facts.installed or 'none'} is installed"
+    yield Finding("asynctp", "ok", f"{found}; passes in {facts.places[0]}, kernels in {facts.places[1] or '(nowhere)'}")
+
+
 def python_version(facts: Facts) -> Iterator[Finding]:
     """Python is new enough."""
     if facts.python < OLDEST_PYTHON:
@@ -323,15 +360,6 @@ def symmetric_memory(facts: Facts) -> Iterator[Finding]:
 
 
 # --- settings --------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Variable:
-    """An environment variable of ours: what it sets, which values it takes, and those in words."""
-
-    meaning: str
-    valid: Callable[[str], bool]
-    limit: str
-
-
 def _positive(text: str) -> bool:
     try:
         return 0 < float(text) < float("inf")
@@ -339,34 +367,31 @@ def _positive(text: str) -> bool:
         return False
 
 
-def _one_of(meaning: str, names: Sequence[str]) -> Variable:
-    return Variable(meaning, names.__contains__, f"one of {', '.join(names)}")
-
-
-def _variables(facts: Facts) -> dict[str, Variable]:
-    return {
-        TIMEOUT_VARIABLE: Variable(
-            "seconds that a wait for a peer may take", _positive, "a positive number of seconds"
-        ),
-        CPU_VARIABLE: _one_of("what the fused ops run on CPU tensors", CPU_IMPLEMENTATIONS),
-        CUDA_VARIABLE: _one_of("what the fused ops run on GPUs", ("auto", *facts.implementations)),
-        TABLE_VARIABLE: Variable("the file with measured choices", bool, "the path of a file"),
-        RECORDED_VARIABLE: Variable(
-            "calls of a group that are kept recorded", str.isdecimal, "a number, or 0 for none"
-        ),
+def runtime_variables(facts: Facts) -> Iterator[Finding]:
+    """Our variables of the run time that are set: what they mean, or that the value is not valid."""
+    cuda = ("auto", *facts.implementations)
+    limits: dict[str, tuple[Callable[[str], bool], str]] = {
+        TIMEOUT_VARIABLE: (_positive, "a positive number of seconds"),
+        CPU_VARIABLE: (CPU_IMPLEMENTATIONS.__contains__, f"one of {', '.join(CPU_IMPLEMENTATIONS)}"),
+        CUDA_VARIABLE: (cuda.__contains__, f"one of {', '.join(cuda)}"),
+        TABLE_VARIABLE: (bool, "the path of a file"),
+        RECORDED_VARIABLE: (str.isdecimal, "a number, or 0 for none"),
     }
-
-
-def own_variables(facts: Facts) -> Iterator[Finding]:
-    """Our variables that are set: what they mean, or that the value is not valid."""
-    for name, variable in _variables(facts).items():
+    for name, (valid, limit) in limits.items():
         value = facts.environment.get(name)
         if value is None:
             continue
-        if variable.valid(value):
-            yield Finding(name, "info", f"{value!r}: {variable.meaning}")
+        if valid(value):
+            meaning = RUNTIME_VARIABLES[name.partition("_")[2].lower()]
+            yield Finding(name, "info", f"{value!r}: {re.split(': | [(]', meaning)[0]}")
         else:
-            yield Finding(name, "fail", f"{value!r} is not valid", f"set it to {variable.limit}, or unset it")
+            yield Finding(name, "fail", f"{value!r} is not valid", f"set it to {limit}, or unset it")
+
+
+def options(facts: Facts) -> Iterator[Finding]:
+    """Config takes the environment: torch.compile would raise what it does not."""
+    if facts.options_error:
+        yield Finding("options", "fail", facts.options_error, "correct or unset the variable")
 
 
 def forced_implementation(facts: Facts) -> Iterator[Finding]:
@@ -497,9 +522,10 @@ def known_bugs(facts: Facts) -> Iterator[Finding]:
 
 # --- the answer ------------------------------------------------------------------------------------------------
 CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
-    python_version,
+    own_version,
     torch_version,
     torch_build,
+    python_version,
     triton_version,
     interpreter,
     driver_version,
@@ -508,22 +534,18 @@ CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     peer_access,
     stream_memory_ops,
     symmetric_memory,
-    own_variables,
+    runtime_variables,
     forced_implementation,
     cuda_variables,
     tuning_table,
     known_bugs,
+    options,
 )
 
 
-def diagnose(facts: Facts, more: Iterable[Finding] = ()) -> list[Finding]:
-    """All findings, the verdict last.
-
-    Args:
-        more: Findings that the caller made itself; the verdict counts them in.
-    """
+def diagnose(facts: Facts) -> list[Finding]:
+    """All findings: the versions of asynctp and torch first, the verdict last."""
     findings = [finding for check in CHECKS for finding in check(facts)]
-    findings += more
     return [*findings, verdict(facts, findings)]
 
 
@@ -576,6 +598,72 @@ def render(findings: Sequence[Finding]) -> str:
     return "\n".join([*lines, "", last.text])
 
 
+# --- for an issue ----------------------------------------------------------------------------------------------
+def bug_report(facts: Facts, findings: Sequence[Finding], reports: Sequence[Report], names: Sequence[str]) -> str:
+    """The text for an issue about asynctp, in Markdown: findings, the environment, and the last reports.
+
+    Args:
+        reports: As `last_reports` gives them.
+        names: Of the user and the host, which must not be in it; nor are paths.
+    """
+    environment = [f"{name}={value}" for name, value in sorted(facts.environment.items())]
+    parts = [
+        (f"asynctp {facts.version}, torch {facts.torch}", render(findings)),
+        ("Environment", "\n".join(environment) or "no variable of asynctp's is set"),
+        *((f"Report {number} of {len(reports)}", str(report)) for number, report in enumerate(reports, 1)),
+    ]
+    if not reports:
+        parts.append(("Reports", f"none: set {REPORTS_VARIABLE} to a file, run the program, and ask again here"))
+    text = "\n\n".join(f"### {title}\n\n```text\n{body.strip()}\n```" for title, body in parts)
+    return without_places(text, names)
+
+
+#: from a root, a home or a working directory on; or some folders and a file with a suffix
+_PATHS = re.compile(r"(?<![\w/.])(?:~|\.{1,2})?/[\w/.@+~%=-]+|(?<![\w/])[\w.@+-]+(?:/[\w.@+-]+)+\.\w+")
+
+
+def without_places(text: str, names: Sequence[str]) -> str:
+    """A text without paths and without these names. Of a path to a file with a suffix the file's name stays."""
+
+    def shortened(path: re.Match[str]) -> str:
+        last = path.group().rstrip("/.").rpartition("/")[2]
+        return f"…/{last}" if re.search(r"\w\.\w+$", last) else "…"
+
+    text = _PATHS.sub(shortened, text)
+    for name in sorted(filter(None, names), key=len, reverse=True):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "…", text)
+    return text
+
+
+def last_reports(environ: Mapping[str, str], folder: Path) -> list[Report]:
+    """The newest reports of the file that `ASYNCTP_REPORT_FILE` names, or of the newest such file in `folder`."""
+    named = environ.get(REPORTS_VARIABLE)
+    paths = [Path(named)] if named else sorted(folder.glob("*.jsonl"), key=_changed, reverse=True)
+    return next((found for path in paths if (found := _reports_of(path))), [])
+
+
+def _changed(path: Path) -> float:
+    return _try(lambda: path.stat().st_mtime, 0.0)
+
+
+def _reports_of(path: Path) -> list[Report]:
+    """The last reports of a file, the oldest first; none of what is no file of reports."""
+    if not path.is_file():  # a pipe, which might never end
+        return []
+    size = _try(lambda: path.stat().st_size, 0)
+    with path.open("rb") as file:
+        file.seek(max(0, size - REPORT_BYTES))
+        lines = file.read(REPORT_BYTES).decode("utf-8", "replace").splitlines()
+    found = (_try(functools.partial(Report.from_json, line), None) for line in lines[-REPORTS:])
+    return [report for report in found if report is not None]
+
+
+def own_names() -> tuple[str, ...]:
+    """The names of the user and of the host."""
+    host = _try(socket.gethostname, "")
+    return _try(getpass.getuser, ""), host, host.partition(".")[0]
+
+
 # --- the machine -----------------------------------------------------------------------------------------------
 def gather_facts() -> Facts:
     """Ask torch, triton, the driver and the environment. What cannot be asked is as on a machine without it."""
@@ -590,7 +678,12 @@ def gather_facts() -> Facts:
     path = str(_try(lambda: select.table_path(), ""))
     table_gpus, table_error = _read_table(path, _try(lambda: select.read_tuned, None))
     gpus = _gpus(torch, driver)
+    kernels = _try(lambda: importlib.util.find_spec("asynctp_kernels"), None)
     return Facts(
+        version=_version_of(sys.modules["asynctp_passes"]) or "",
+        installed=_try(lambda: metadata.version("asynctp-passes"), ""),
+        places=(str(Path(__file__).parent), str(Path(kernels.origin).parent) if kernels and kernels.origin else ""),
+        options_error=_options_error(),
         python=sys.version_info[:3],
         torch=_version_of(torch),
         torch_cuda=_try(lambda: torch.version.cuda, None),
@@ -608,11 +701,21 @@ def gather_facts() -> Facts:
         micro_pipeline=_try(lambda: compat.micro_pipeline_enabled(), False),
         implementations=_try(lambda: select.offered(), CUDA_IMPLEMENTATIONS),
         forgetful_allocator=_try(lambda: compat.forgetful_allocator(), None),
-        environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        environment=own_variables(os.environ)
+        | {name: os.environ[name] for name in OTHER_VARIABLES if name in os.environ},
         table_path=path,
         table_gpus=table_gpus,
         table_error=table_error,
     )
+
+
+def _options_error() -> str:
+    """Why Config refuses the environment; empty where it does not."""
+    try:
+        Config.from_options()
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _module(name: str) -> tuple[Any, str | None]:
