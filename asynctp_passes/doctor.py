@@ -669,9 +669,9 @@ def gather_facts() -> Facts:
     """Ask torch, triton, the driver and the environment. What cannot be asked is as on a machine without it."""
     torch, triton, numpy = (_module(name)[0] for name in ("torch", "triton", "numpy"))
     kernels_error = _module("asynctp_kernels.cuda")[1]
-    compat, interpreter, select, driver = (
+    torch_private, interpreter, select, driver = (
         _module(f"asynctp_kernels.{name}")[0]
-        for name in ("compat", "interpreter", "cuda.choose.select", "cuda.runtime.driver")
+        for name in ("torch_private", "interpreter", "cuda.choose.select", "cuda.runtime.driver")
     )
     interpreted = bool(_try(lambda: triton.knobs.runtime.interpret, False))
     gluon_error = None if interpreted else _module("asynctp_kernels.cuda.gemm.pingpong_kernels")[1]
@@ -697,10 +697,10 @@ def gather_facts() -> Facts:
         peer_writes=_try(lambda: driver.peer_writes_supported(), None),
         gpus=gpus,
         unreachable=_unreachable(torch, len(gpus)),
-        symmetric_memory=_try(lambda: compat.symmetric_memory_backend(), None),
-        micro_pipeline=_try(lambda: compat.micro_pipeline_enabled(), False),
+        symmetric_memory=_try(lambda: torch_private.symmetric_memory_backend(), None),
+        micro_pipeline=_try(lambda: torch_private.micro_pipeline_enabled(), False),
         implementations=_try(lambda: select.offered(), CUDA_IMPLEMENTATIONS),
-        forgetful_allocator=_try(lambda: compat.forgetful_allocator(), None),
+        forgetful_allocator=_try(lambda: torch_private.forgetful_allocator(), None),
         environment=own_variables(os.environ)
         | {name: os.environ[name] for name in OTHER_VARIABLES if name in os.environ},
         table_path=path,

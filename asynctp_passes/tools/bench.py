@@ -30,10 +30,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynctp_kernels import cuda
-from asynctp_kernels.compat import symmetric_empty, symmetric_rendezvous
 from asynctp_kernels.cuda.choose import select, tables
 from asynctp_kernels.cuda.choose.wire import TRANSPORTS
 from asynctp_kernels.cuda.implementations import ENTRIES, IMPLEMENTATIONS
+from asynctp_kernels.torch_private import symmetric_empty, symmetric_rendezvous
 from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops

@@ -39,8 +39,8 @@ from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
-from .compat import group_store
 from .errors import SET_THE_BOUND, NotEnrolled, PeerFailed, PeerTimeout, SymmetricMemoryError, timeout_s
+from .torch_private import group_store
 
 T = TypeVar("T")
 Numbers = tuple["str | None", ...]  # by rank

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from asynctp_kernels import compat, errors
+from asynctp_kernels import errors, torch_private
+from asynctp_kernels.cuda.checks import WORLD_SIZES
 from asynctp_kernels.cuda.choose import select
-from asynctp_kernels.cuda.legality import WORLD_SIZES
 from asynctp_kernels.cuda.runtime import driver
 
 import asynctp_passes
@@ -450,11 +450,11 @@ def test_facts_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_micro_pipeline_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not compat.micro_pipeline_enabled()
+    assert not torch_private.micro_pipeline_enabled()
     monkeypatch.setitem(sys.modules, "torch._inductor.config", SimpleNamespace(_micro_pipeline_tp=True))
-    assert compat.micro_pipeline_enabled()
+    assert torch_private.micro_pipeline_enabled()
     monkeypatch.delitem(sys.modules, "torch._inductor.config")
-    assert not compat.micro_pipeline_enabled()
+    assert not torch_private.micro_pipeline_enabled()
 
 
 # --- the command -----------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
 
 
 KERNEL_ROWS = (
-    ("compat", "errors", "layout"),
+    ("torch_private", "errors", "shard_layout"),
     ("meeting", "signals"),
     ("host",),
     ("numerics", "interpreter"),
@@ -51,7 +51,7 @@ CUDA_ROWS = (
     ("runtime",),
     ("gemm",),
     ("facts",),
-    ("legality",),
+    ("checks",),
     ("plans",),
     ("implementations",),
     ("explanation", "groups", "plan_cache"),

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asynctp_kernels.compat import group_resolver
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.explanation import choice_for
 from asynctp_kernels.cuda.facts import as_rows, facts_of, flat, nonunit
@@ -25,6 +24,7 @@ from asynctp_kernels.cuda.moves import Mover, check_or_skip, check_taking_part
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
 from asynctp_kernels.cuda.plans.own_program import OwnProgram
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.torch_private import group_resolver
 
 CheckCall = Callable[[Any], None]
 Program = Callable[[Any, Mover], Any]

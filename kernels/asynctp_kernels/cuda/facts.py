@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asynctp_kernels.cuda.choose.wire import Wire
 from asynctp_kernels.cuda.gemm.cublas import Recipe, Scaling, block_recipe
-from asynctp_kernels.layout import ShardLayout, gather_layout, scatter_layout
+from asynctp_kernels.shard_layout import ShardLayout, gather_layout, scatter_layout
 
 _NOT_ARGUMENTS = {"world", "unknown"}
 

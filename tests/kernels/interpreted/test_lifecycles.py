@@ -222,7 +222,7 @@ for life, (swapped, late) in enumerate([(False, False), (True, False), (False, T
     new = dist.PrefixStore(f"{sys.argv[3]} {life}", store)
     dist.init_process_group("gloo", store=new, rank=rank, world_size=2)
     # gloo itself finds its peers through keys that must be new; ours are in one place for all lives
-    from asynctp_kernels import compat, meeting
+    from asynctp_kernels import torch_private, meeting
     meeting.group_store = lambda group: dist.PrefixStore("the same", store)
     if late and rank == 1:
         time.sleep(4)

@@ -8,15 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose import cost
-from asynctp_kernels.cuda.choose.cost import Estimate
-from asynctp_kernels.cuda.choose.implementation import Check, Choice
-from asynctp_kernels.cuda.choose.tiles import Tiles, cut, cut_own, shares_for
-from asynctp_kernels.cuda.choose.wire import PULL, PUSH
-from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
-from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
-from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
-from asynctp_kernels.cuda.legality import (
+from asynctp_kernels.cuda.checks import (
     ANY,
     a_dtypes_alike,
     a_scales_alike,
@@ -34,6 +26,14 @@ from asynctp_kernels.cuda.legality import (
     scattered_scaled_at_end,
     sum_without_bias,
 )
+from asynctp_kernels.cuda.choose import cost
+from asynctp_kernels.cuda.choose.cost import Estimate
+from asynctp_kernels.cuda.choose.implementation import Check, Choice
+from asynctp_kernels.cuda.choose.tiles import Tiles, cut, cut_own, shares_for
+from asynctp_kernels.cuda.choose.wire import PULL, PUSH
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
+from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
+from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_word

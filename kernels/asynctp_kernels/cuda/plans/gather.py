@@ -23,7 +23,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from asynctp_kernels.compat import new_tensors
 from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.cublas import matmul
@@ -32,6 +31,7 @@ from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.recordings import Work
+from asynctp_kernels.torch_private import new_tensors
 
 
 class GatherPlan(Implementation):

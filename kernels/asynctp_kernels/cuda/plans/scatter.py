@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import new_tensors
 from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PUSH
@@ -50,7 +49,8 @@ from asynctp_kernels.cuda.runtime.script import (
     share_script,
     summed_script,
 )
-from asynctp_kernels.layout import ShardLayout
+from asynctp_kernels.shard_layout import ShardLayout
+from asynctp_kernels.torch_private import new_tensors
 
 
 class ScatterPlan(Implementation):

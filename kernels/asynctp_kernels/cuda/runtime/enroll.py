@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 import triton
 
-from asynctp_kernels.compat import symmetric_memory_backend
 from asynctp_kernels.cuda.choose import select, tables
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import NotEnrolled
 from asynctp_kernels.host import host_name
 from asynctp_kernels.meeting import Meeting, boot_id
+from asynctp_kernels.torch_private import symmetric_memory_backend
 
 log = logging.getLogger(__name__)
 

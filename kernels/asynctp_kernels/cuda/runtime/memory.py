@@ -53,7 +53,6 @@ from typing import TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import group_timeout_s
 from asynctp_kernels.cuda.choose.tables import Table
 from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS as MAX_CHUNKS
 from asynctp_kernels.cuda.choose.tiles import MAX_OWN as MAX_OWN
@@ -66,6 +65,7 @@ from asynctp_kernels.cuda.runtime.watch import Calls, error_in, start_watch
 from asynctp_kernels.errors import SET_THE_BOUND, NotEnrolled, SymmetricMemoryError, given_timeout_s, timeout_s
 from asynctp_kernels.meeting import FAULTS, Process, meet, stop
 from asynctp_kernels.signals import new_status
+from asynctp_kernels.torch_private import group_timeout_s
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -52,10 +52,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import matmul_settings, new_tensors
 from asynctp_kernels.cuda.runtime import driver as gpu
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import SymmetricMemoryError
+from asynctp_kernels.torch_private import matmul_settings, new_tensors
 
 log = logging.getLogger(__name__)
 

@@ -50,7 +50,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import group_store
 from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS
 from asynctp_kernels.cuda.choose.wire import Wire
 from asynctp_kernels.cuda.runtime import driver as gpu
@@ -58,6 +57,7 @@ from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import PeerTimeout, SymmetricMemoryError, UnlikeCalls
 from asynctp_kernels.meeting import Process
 from asynctp_kernels.signals import FAILED, UNLIKE
+from asynctp_kernels.torch_private import group_store
 
 log = logging.getLogger(__name__)
 
