@@ -322,7 +322,7 @@ def test_private_torch_is_in_one_room_only() -> None:
 
 def test_the_kernels_need_next_to_no_private_torch() -> None:
     found = {module: private_names(tree) for module, tree in modules(KERNELS).items()}
-    assert found.pop("compat")
+    assert found.pop("torch_private")
     assert {module: names for module, names in found.items() if names} == KERNELS_PRIVATE_TORCH
 
 

@@ -31,6 +31,7 @@ NAMERS = {"ir/op_traits", "ir/registry"}
 _REWRITING = ("builder", "emit_alone", "emit_gather", "emit_on_shard", "emit_reduction", "operands")
 WRITERS = {
     "torch_private/inductor_order",
+    "torch_private/torch_ops",
     "ops/reference",
     "ops/__init__",
     "ops/collectives",
