@@ -1,12 +1,12 @@
 """Read collectives off a graph: each op's arguments by name, once, as a frozen value.
 
-The meaning of an op's arguments is in `registry`; every spelling is read into the same vocabulary.
+The meaning of an op's arguments is in `registry`; every spelling is read into the same vocabulary. An op of another
+library is a collective if it is registered, or if its schema or its arguments have a process group. Its name tells
+nothing.
 """
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,18 +14,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.nodes import arguments, called_name, first_tensor, items_of, op_name, tensor_of
-from asynctp_passes.ir.registry import CollectiveKind, CollectiveOp, collective_op, is_registered, promise_of
+from asynctp_passes.ir.nodes import arguments, called_name, called_op, first_tensor, items_of, op_name, tensor_of
+from asynctp_passes.ir.registry import (
+    CollectiveKind,
+    CollectiveOp,
+    collective_op,
+    is_registered,
+    promise_of,
+    surely_communicates,
+)
 from asynctp_passes.ir.sizes import Sizes, identical
+from asynctp_passes.torch_private import process_groups, symbolic_sizes
 
 __all__ = [
     "WAIT",
     "awaited_item",
     "is_only_awaited",
     "left_items",
-    "looks_collective",
     "read_collectives",
     "read_sizes",
     "sent_kind",
@@ -36,9 +42,6 @@ __all__ = [
 WAIT = "_c10d_functional.wait_tensor.default"
 _WAIT_FOR_LIST = "_c10d_functional.wait_tensors.default"
 """From torch 2.15 on, the results of a collective of several tensors are waited for together."""
-_COLLECTIVE_WORDS = re.compile(
-    r"all_gather|reduce_scatter|all_reduce|all_to_all|allgather|allreduce|reducescatter|alltoall"
-)
 _OWN = ("_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.reduce_scatter_tensor.default")
 _CHECKED = {
     "_c10d_functional.reduce_scatter_tensor.default",
@@ -54,7 +57,7 @@ def is_only_awaited(collective: Collective) -> bool:
 
 
 def read_collectives(graph: fx.Graph) -> list[Collective]:
-    """Every collective of the graph, in order; ops that look like one included (kind `"other"`)."""
+    """Every collective of the graph, in order; those that cannot be read included (kind `"other"`)."""
     return [collective for node in graph.nodes for collective in _read_collective(node)]
 
 
@@ -65,8 +68,21 @@ def _read_collective(node: fx.Node) -> Sequence[Collective]:
     read = [member for member in members if member is not None]
     if read and len(read) == len(members):
         return read
-    known = op is not None or (looks_collective(called_name(node)) and promise_of(called_name(node)) is None)
-    return [Collective(node, "other", first_tensor(node))] if known else []
+    return [Collective(node, "other", first_tensor(node))] if op is not None or _is_collective(node) else []
+
+
+def _is_collective(node: fx.Node) -> bool:
+    """True for another collective of torch's, and for an op that takes a process group and is not known to be local."""
+    name = called_name(node)
+    if name.startswith("asynctp.") or called_op(node) is None or promise_of(name) is not None:
+        return False
+    return surely_communicates(name) or any(map(_is_group, arguments(node).items()))
+
+
+def _is_group(argument: tuple[str, Any]) -> bool:
+    """True for a process group, for the name of one, and for a text that the schema calls so, as torch's own do."""
+    name, value = argument
+    return process_groups.is_process_group(value) or (isinstance(value, str) and name in ("group", "group_name"))
 
 
 def _members(call: fx.Node, op: CollectiveOp) -> list[Collective | None]:
@@ -123,7 +139,7 @@ def _member(
     size = values[op.size] if isinstance(op.size, str) else op.size
     if not (isinstance(dim, int) and isinstance(size, int | None)) or unknown_group(call or node) is not None:
         return None
-    if value is not None and not compat.is_contiguous(value) and op.kind != "all_reduce":
+    if value is not None and not symbolic_sizes.is_contiguous(value) and op.kind != "all_reduce":
         return None
     if dim and (value is None or not -value.dim() <= dim < value.dim()):
         return None
@@ -141,7 +157,7 @@ def _member(
         reduce_op=values.get(op.reduce_op, op.reduce_op),
         dim=dim % value.dim() if dim and value is not None else 0,
         call=call,
-        mesh_dim=compat.mesh_dimension_of(group.meta.get("val") if isinstance(group, fx.Node) else group),
+        mesh_dim=process_groups.mesh_dimension_of(group.meta.get("val") if isinstance(group, fx.Node) else group),
     )
 
 
@@ -151,7 +167,7 @@ def unknown_group(call: fx.Node) -> str | None:
     group = None if op is None else arguments(call).get(op.group)
     if op is None or not isinstance(group, str):
         return None
-    known = compat.process_group_names()
+    known = process_groups.names()
     return group if known and dict(op.groups).get(group, group) not in known else None
 
 
@@ -186,20 +202,12 @@ def _waits(node: fx.Node) -> Iterator[fx.Node]:
             yield from (item for item in user.users if awaited_item(item) is node)
 
 
-@functools.cache
-def looks_collective(name: str) -> bool:
-    """True for the name of an op that looks as if it communicated, whether asynctp knows it or not; no wait."""
-    if name in (WAIT, _WAIT_FOR_LIST) or name.startswith(("aten.", "prims.", "asynctp.")):
-        return False
-    return name.startswith(("_c10d_functional.", "c10d.")) or bool(_COLLECTIVE_WORDS.search(name))
-
-
 def _group_key(group: Any) -> str:
     if isinstance(group, fx.Node):
-        return compat.group_name_of(group.meta.get("val")) or f"%{group.name}"
-    return compat.group_name_of(group)
+        return process_groups.group_name_of(group.meta.get("val")) or f"%{group.name}"
+    return process_groups.group_name_of(group)
 
 
 def _group_size(group: Any) -> int:
     """Ranks of a group that exists; 0 for another one."""
-    return compat.size_of_group(group.meta.get("val") if isinstance(group, fx.Node) else group)
+    return process_groups.size_of_group(group.meta.get("val") if isinstance(group, fx.Node) else group)

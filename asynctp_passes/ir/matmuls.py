@@ -1,36 +1,37 @@
 """Read matmuls off a graph: each op's arguments by name, once, as a frozen value.
 
-The meaning of an op's arguments is in `registry`; every spelling is read into the same vocabulary.
+The meaning of an op's arguments is in `registry`; every spelling is read into the same vocabulary. An op of another
+library counts as a matmul if its shapes are those of one. Its name tells nothing.
 """
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Matmul
-from asynctp_passes.ir.collectives import looks_collective
 from asynctp_passes.ir.nodes import (
     arguments,
     called_name,
+    called_op,
     first_tensor,
     items_of,
     op_name,
     short_name,
     tensor_of,
     traits_of,
+    values_of,
 )
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.registry import ADDMM, MatmulOp, matmul_op
+from asynctp_passes.ir.registry import ADDMM, MatmulOp, can_promise, matmul_op, multiplies, promise_of
 from asynctp_passes.ir.scales import read_scales
 from asynctp_passes.ir.sizes import Size, are_one, as_size, differ, identical, product, same
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import fx_graphs, symbolic_sizes, torch_ops
 
 __all__ = [
     "added_matrix",
@@ -43,15 +44,14 @@ __all__ = [
     "rows_of",
 ]
 
-_MATMUL_WORDS = re.compile(
-    r"(^|_)(((int\d)?mm|bmm|addmm|baddbmm|einsum)(_|$)|linear$|q?linear_(pointwise|dynamic))|gemm|matmul"
-)
-
 
 def _left_operand(matmul: fx.Node) -> fx.Node | None:
-    """The left operand; the first input of an op that is not known."""
+    """The left operand; of an op that is not known what has the shape of it, or the first input."""
     op = matmul_op(called_name(matmul))
-    node = next(iter(matmul.all_input_nodes), None) if op is None else arguments(matmul).get(op.a)
+    if op is None:
+        shaped = _shaped_as_operands(matmul)
+        return next(iter(matmul.all_input_nodes), None) if shaped is None else shaped[0]
+    node = arguments(matmul).get(op.a)
     return node if isinstance(node, fx.Node) else None
 
 
@@ -80,28 +80,51 @@ def _is_transposed(value: torch.Tensor) -> bool:
 
 
 def is_matmul(node: fx.Node) -> bool:
-    """True for every op that multiplies matrices, or looks as if, whether asynctp rewrites it or not."""
+    """True for every op that multiplies matrices, or by its shapes may, whether asynctp rewrites it or not."""
     name = called_name(node)
-    return matmul_op(name) is not None or _looks_matmul(name) or any(map(is_matmul, compat.nodes_hidden_by(node)))
+    known = matmul_op(name) is not None or multiplies(name)
+    return known or _shaped_as_operands(node) is not None or any(map(is_matmul, fx_graphs.nodes_hidden_by(node)))
 
 
-@functools.cache
-def _looks_matmul(name: str) -> bool:
-    namespace, _, rest = name.partition(".")
-    if namespace in ("asynctp", "symm_mem") or looks_collective(name):
+def _shaped_as_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The inputs `[..., M, K]` and `[K, N]`, or `[N, K]`, of another library's op that returns `[..., M, N]`."""
+    name = called_name(node)
+    if called_op(node) is None or not can_promise(name) or promise_of(name) == "rowwise":
+        return None
+    inputs = [(one, value) for one in node.all_input_nodes if (value := tensor_of(one)) is not None]
+    outs = [value for value in values_of(node) if value.dim() >= 2 and value.is_floating_point()]
+    for a, left in inputs:
+        for b, right in inputs:
+            if a is not b and any(_is_product(left, right, out) for out in outs):
+                return a, b
+    return None
+
+
+def _is_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> bool:
+    """True where sizes are those of a matmul; not for two inputs of one shape, as of a sum."""
+    if left.dim() != out.dim() or right.dim() != 2 or _has_sizes(right, left):
         return False
-    return bool(_MATMUL_WORDS.search(rest.partition(".")[0]))
+    sizes = (left.shape[-1], out.shape[-1])
+    fits = any(all(map(identical, right.shape, order)) for order in (sizes, sizes[::-1]))
+    return fits and all(map(identical, left.shape[:-1], out.shape[:-1]))
+
+
+def _has_sizes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dim() == b.dim() and all(map(identical, a.shape, b.shape))
 
 
 def operands_that_are(matmul: fx.Node, nodes: Container[fx.Node]) -> set[str]:
     """Which of a matmul's operands are among some nodes: `"left"`, `"right"`, `"other"` (a bias, a scale).
 
-    Of an op that is not known, the first input is the left operand; of one inside of `auto_functionalized`, any may be.
+    Of an op that is not known, what has the shape of the left operand is it, or the first input; of one inside of
+    `auto_functionalized`, any may be.
     """
     op, sources = matmul_op(called_name(matmul)), matmul.all_input_nodes
     roles: dict[Any, str]
-    if op is None:
-        left = sources[:1] if compat.is_op(matmul.target) or compat.nodes_hidden_by(matmul) else sources
+    if op is None and (shaped := _shaped_as_operands(matmul)) is not None:
+        roles = dict.fromkeys(sources, "other") | {shaped[1]: "right", shaped[0]: "left"}
+    elif op is None:
+        left = sources[:1] if torch_ops.is_op(matmul.target) or fx_graphs.nodes_hidden_by(matmul) else sources
         roles = {source: "left" if source in left else "right" for source in sources}
     else:
         values = arguments(matmul)
@@ -119,9 +142,9 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     name = called_name(node)
     op = matmul_op(name)
     if op is None:
-        hidden = " -> ".join(map(short_name, compat.nodes_hidden_by(node)))
+        hidden = " -> ".join(map(short_name, fx_graphs.nodes_hidden_by(node)))
         facts = f"{name} {node.name}" + (f", which Inductor put in the place of {hidden}" if hidden else "")
-        packed = ", ".join(one.name for one in compat.packed_constants(node))
+        packed = ", ".join(one.name for one in fx_graphs.packed_constants(node))
         facts += f", whose weight {packed} is packed: freezing did that" if packed else ""
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
     values, result = arguments(node), _result(node, op)
@@ -148,14 +171,14 @@ def _result(node: fx.Node, op: MatmulOp) -> fx.Node | Refusal:
     if op.out is None:
         return node
     name = f"{called_name(node)} {node.name}"
-    items = items_of(node, 2) if not compat.is_op(node.target) else None
+    items = items_of(node, 2) if not torch_ops.is_op(node.target) else None
     whole = {f"_{op.out}_base_index", f"_{op.out}_alias"}
     parts = {key for key in node.kwargs if key.startswith(f"_{op.out}_")} - whole
     bases = node.kwargs.get("_all_bases")
     if items is None or list(items) != [1] or parts or (isinstance(bases, list | tuple) and len(bases) != 1):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} writes in place, or into a part of a tensor")
     value = tensor_of(items[1])
-    if value is not None and not compat.is_contiguous(value):
+    if value is not None and not symbolic_sizes.is_contiguous(value):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name}: the result is not contiguous")
     return items[1]
 

@@ -13,15 +13,16 @@ descriptor and without a promise may communicate.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from asynctp_passes import compat
-from asynctp_passes.ir.local_ops import COMMUNICATING, LIBRARIES, TORCH
+from asynctp_passes.ir.local_ops import COMMUNICATING, LIBRARIES, MULTIPLYING, NORMALIZING, OTHER_KINDS, TORCH
+from asynctp_passes.torch_private import process_groups, torch_ops
 
 __all__ = [
     "ADDMM",
@@ -35,7 +36,10 @@ __all__ = [
     "collective_op",
     "digest",
     "is_registered",
+    "kind_of_other",
     "matmul_op",
+    "multiplies",
+    "normalizes",
     "promise_of",
     "register_collective",
     "register_local",
@@ -210,10 +214,32 @@ def _is_known_local(name: str) -> bool:
     return any(_fits(name, pattern) for pattern in (*TORCH, *LIBRARIES, *_OWN_LOCAL))
 
 
+@functools.cache
+def multiplies(name: str) -> bool:
+    """True for a matmul, by the name of its overload, that is known and not rewritten."""
+    return _is_among(name, MULTIPLYING)
+
+
+@functools.cache
+def normalizes(name: str) -> bool:
+    """True for an op that is known to work between a collective and a matmul, by the name of its overload."""
+    return _is_among(name, NORMALIZING)
+
+
+def kind_of_other(name: str) -> CollectiveKind:
+    """The kind of a collective of torch's that is not rewritten; `"other"` for another one."""
+    found = (kind for pattern, kind in OTHER_KINDS.items() if _fits(_overload(name), pattern))
+    return cast(CollectiveKind, next(found, "other"))
+
+
+def _is_among(name: str, patterns: Iterable[str]) -> bool:
+    return any(_fits(_overload(name), pattern) for pattern in patterns)
+
+
 def _fits(name: str, pattern: str) -> bool:
     """True for the overload of a name, and for each of them where the pattern names none."""
-    if pattern.endswith("*"):
-        return name.startswith(pattern[:-1])
+    if "*" in pattern:
+        return fnmatch.fnmatchcase(name, pattern if pattern.endswith("*") else f"{pattern}.*")
     return name == pattern or name.startswith(f"{pattern}.")
 
 
@@ -406,7 +432,7 @@ def _overloads(op: Any) -> list[Any]:
     """The overloads that are meant by an op; none for text."""
     if isinstance(op, str):
         return []
-    return [op] if compat.is_op(op) else [getattr(op, name) for name in op.overloads()]
+    return [op] if torch_ops.is_op(op) else [getattr(op, name) for name in op.overloads()]
 
 
 def _pattern(op: Any) -> str:
@@ -416,7 +442,7 @@ def _pattern(op: Any) -> str:
             return op
         how = 'it is not a name; give namespace::name, namespace::beginning* or namespace::*, as "mylib::norm"'
         raise RegistryError(f"asynctp: {op!r} cannot be registered: {how}")
-    if compat.is_op(op):
+    if torch_ops.is_op(op):
         return _overload(str(op))
     if getattr(op, "overloads", None) is None:
         how = 'it is not an op; give an overload such as torch.ops.mylib.norm.default, or its name, as "mylib::norm"'
@@ -436,7 +462,7 @@ class _Schema:
             names = ", ".join(f"{op}.{name}" for name in overloads())
             raise RegistryError(f"asynctp: {op} cannot be registered: it has several overloads; give one of {names}")
         self.name = str(op)
-        self.require(compat.is_op(op), "it is not an op; give an overload such as torch.ops.vllm.all_gather.default")
+        self.require(torch_ops.is_op(op), "it is not an op; give an overload such as torch.ops.vllm.all_gather.default")
         self._schema = op._schema
 
     def require(self, condition: bool, problem: str) -> None:
@@ -464,7 +490,7 @@ class _Schema:
 
 
 def _group_pairs(found: _Schema, groups: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:
-    pairs = {name: compat.group_name_of(group) for name, group in (groups or {}).items()}
+    pairs = {name: process_groups.group_name_of(group) for name, group in (groups or {}).items()}
     unknown = [name for name, group in pairs.items() if not group]
     found.require(not unknown, f"groups has {unknown}, which are neither process groups nor names of such")
     return tuple(sorted(pairs.items()))

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Blocks, Matmul, ScaledOptions
 from asynctp_passes.ir.nodes import called_name, tensor_of
 from asynctp_passes.ir.registry import SCALED_MM, MatmulOp
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.ops.recipes import BLOCK, IN_BLOCKS, Cover, Recipe, blocks_in
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import fx_graphs
 
 __all__ = ["read_scales", "scales_mismatch"]
 
@@ -30,7 +31,7 @@ def read_scales(
     """The options of a matmul's scales, or why they are not fused; None for a matmul that takes none."""
     if op.a_scale is None or op.b_scale is None:
         return None
-    if values.get("scale_result") is not None or compat.has_folded_output_scale(node):
+    if values.get("scale_result") is not None or fx_graphs.has_folded_output_scale(node):
         return Refusal(reasons.RESULT_SCALED, node.name)
     a_scale: Any = values.get(op.a_scale)
     b_scale: Any = values.get(op.b_scale)

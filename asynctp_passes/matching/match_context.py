@@ -93,11 +93,6 @@ class MatchContext:
         return near_miss.Ways(self.nodes, near_miss.inputs_next_to)
 
     @functools.cached_property
-    def ways_to_reduced(self) -> near_miss.Ways:
-        """Ways back to matmuls from what is reduced, through ops of the program's own too."""
-        return near_miss.Ways(self.nodes, near_miss.computed_from)
-
-    @functools.cached_property
     def segments(self) -> dict[fx.Node, int]:
         """Number of in-place operations before each node."""
         return segments(self.graph)

@@ -263,7 +263,7 @@ def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Nod
     """Why a reduction that no matmul feeds is not fused. An all-reduce of statistics of products is no miss."""
     statistics = scatter.kind == "all_reduce" and any(map(near_miss.reduces, way))
     if way and not statistics:
-        return Refusal(reasons.COMPUTED_BETWEEN, near_miss.names(way[::-1]))
+        return Refusal(reasons.COMPUTED_BETWEEN, near_miss.names(way[::-1]) + near_miss.unknown(way))
     made = context.sorted(leaves)
     if region := next(filter(_is_product_of_region, made), None):
         return Refusal(reasons.MATMUL_IN_ANOTHER_GRAPH, f"{scatter.node.name} is of a matmul in {region.name}")
@@ -280,5 +280,5 @@ def _is_product_of_region(node: fx.Node) -> bool:
 
 def _way_up(context: MatchContext, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:
     """The way from a leaf of the scattered sum up to a matmul; empty when there is none."""
-    ways = (context.ways_to_reduced.path(leaf, scatter.node) for leaf in context.sorted(leaves))
+    ways = (context.ways_up.path(leaf, scatter.node) for leaf in context.sorted(leaves))
     return next((way for way in ways if way), [])

@@ -1,24 +1,22 @@
 """Near misses: collectives that reach a matmul only through ops that change values.
 
 Those are where a user loses time and does not learn of it, so they are reported as MISSED, with the way from one to the
-other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts, reductions, and what
-works row by row: norms, softmax, dropout, gates, quantization, be it by an op of the program's own.
+other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts, reductions, norms and
+the like, and ops that are registered to be row-wise.
 
-A reduction is next to a matmul also through any other op of the program's own that returns as many rows as it takes,
-unless its name tells that it mixes rows or multiplies by itself.
+So is any other op of another library of which nothing is known, if it returns as many rows as it takes. What is known
+or registered to be local, and not to be row-wise, mixes rows or multiplies by itself. Names tell nothing.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
-from asynctp_passes.ir.collectives import looks_collective
+from asynctp_passes import reasons
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import (
     called_name,
@@ -26,24 +24,25 @@ from asynctp_passes.ir.nodes import (
     first_tensor,
     is_pointwise,
     is_size,
-    name_of,
     op_name,
     short_name,
     subgraphs_of,
     tensor_of,
     traits_of,
+    values_of,
 )
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.order import opaque_ops, surely_starts
-from asynctp_passes.ir.registry import can_promise, promise_of, schema_name
+from asynctp_passes.ir.order import opaque_ops
+from asynctp_passes.ir.registry import can_promise, normalizes, promise_of, schema_name
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
+from asynctp_passes.torch_private import torch_ops
 
 __all__ = [
     "Ways",
     "absent",
     "callers",
-    "computed_from",
+    "follows_rows",
     "inputs_next_to",
     "is_registered_rowwise",
     "is_vector",
@@ -55,23 +54,16 @@ __all__ = [
     "reduces",
     "to_register",
     "transparent",
+    "unknown",
     "users_next_to",
 ]
 
-_WORDS = "norm|softmax|dropout|quant|quantize|silu|gelu|glu|geglu|swiglu"
-_ROWWISE_WORDS = re.compile(rf"(?:^|_)(?:layer|rms)?({_WORDS})(?=_|$)")
-_MIXING_WORDS = re.compile(r"attn|attention|moe|expert|mamba|ssm|scan|conv")
-_NOT_OF_PROGRAMS = {"aten", "prims", "asynctp", "symm_mem"}
 _TRITON_KERNEL = "triton_kernel_wrapper_functional"
 
 
 def transparent(node: fx.Node) -> bool:
-    """Ops through which a collective is still 'next to' a matmul: views, pointwise ops, casts, reductions, norms.
-
-    Not one that communicates too, such as a norm of what it reduces over ranks.
-    """
-    named = bool(_rowwise_words(node)) and not _acts_as_collective(node)
-    return is_view(node) or is_pointwise(node) or reduces(node) or named
+    """Known ops through which a collective is 'next to' a matmul: views, pointwise ops, casts, reductions, norms."""
+    return is_view(node) or is_pointwise(node) or reduces(node) or normalizes(called_name(node))
 
 
 def looks_up(node: fx.Node, numbers: fx.Node) -> bool:
@@ -81,40 +73,38 @@ def looks_up(node: fx.Node, numbers: fx.Node) -> bool:
 
 def users_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The users through which a collective is still 'next to' a matmul."""
-    return node.users if transparent(node) or is_registered_rowwise(node) else ()
+    return [user for user in node.users if follows_rows(user, node)] if _passes(node) else ()
 
 
 def inputs_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The inputs through which a collective is still 'next to' a matmul."""
-    return node.all_input_nodes if transparent(node) or is_registered_rowwise(node) else ()
+    if not _passes(node):
+        return ()
+    return _sources_of_rows(node) if _is_unknown(node) else node.all_input_nodes
 
 
-def computed_from(node: fx.Node) -> Iterable[fx.Node]:
-    """The inputs through which a reduction is still 'next to' a matmul."""
-    return inputs_next_to(node) or _rows_of_own_op(node)
+def follows_rows(user: fx.Node, source: fx.Node) -> bool:
+    """False for an op of which nothing is known, and which returns other rows than a tensor that it takes has."""
+    return not _is_unknown(user) or source in _sources_of_rows(user)
 
 
-def _rows_of_own_op(node: fx.Node) -> list[fx.Node]:
-    """The inputs of an op of the program's own that have as many rows as one of its results; none of other nodes."""
+def _passes(node: fx.Node) -> bool:
+    return transparent(node) or is_registered_rowwise(node) or bool(_is_unknown(node) and _sources_of_rows(node))
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """True for a call of another library's op of which nothing is known, and for a Triton kernel of the program's."""
     op, name = called_op(node), called_name(node)
-    own = op_name(node) == _TRITON_KERNEL if op is None else name_of(op).partition(".")[0] not in _NOT_OF_PROGRAMS
-    if not own or _acts_as_collective(node) or _MIXING_WORDS.search(name):
-        return []
-    results = [shape for value in _values(node) if (shape := _rows(value)) is not None]
+    if op is None:
+        return op_name(node) == _TRITON_KERNEL
+    return can_promise(name) and promise_of(name) is None and not normalizes(name)
+
+
+def _sources_of_rows(node: fx.Node) -> list[fx.Node]:
+    """The inputs of an op that have as many rows as one of its results."""
+    results = [rows for value in values_of(node) if (rows := _rows(value)) is not None]
     sources = ((source, _rows(source.meta.get("val"))) for source in node.all_input_nodes)
     return [source for source, rows in sources if rows is not None and any(_same(rows, other) for other in results)]
-
-
-def _acts_as_collective(node: fx.Node) -> bool:
-    """True for what communicates, or is called so: the words only choose what is told of a miss."""
-    return surely_starts(node) or looks_collective(called_name(node))
-
-
-def _values(node: fx.Node) -> Iterable[Any]:
-    value = node.meta.get("val")
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, tuple | list) else [value]
 
 
 def _rows(value: Any) -> tuple[Any, ...] | None:
@@ -126,11 +116,6 @@ def _rows(value: Any) -> tuple[Any, ...] | None:
 
 def _same(rows: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return len(rows) == len(other) and all(map(identical, rows, other))
-
-
-def _rowwise_words(node: fx.Node) -> list[str]:
-    """The row-wise operations that an op's name tells of."""
-    return _ROWWISE_WORDS.findall(called_name(node).partition(".")[2].partition(".")[0])
 
 
 def reduces(node: fx.Node) -> bool:
@@ -179,12 +164,12 @@ class Ways:
 
 
 def quantizes(node: fx.Node) -> bool:
-    """True for a cast to fp8 or int8, and for an op of the program's own that is called so."""
-    value = tensor_of(node)
-    if traits_of(node).casts:
-        fp8 = value is not None and value.dtype.itemsize == 1 and value.dtype.is_floating_point
-        return fp8 or (value is not None and value.dtype == torch.int8)
-    return any(word.startswith("quant") for word in _rowwise_words(node))
+    """True for an op that makes fp8 or int8 of wider numbers."""
+    narrow = [value for value in values_of(node) if value.dtype.itemsize == 1 and value.dtype != torch.bool]
+    made = any(value.dtype.is_floating_point or value.dtype == torch.int8 for value in narrow)
+    sources = (tensor_of(source) for source in node.all_input_nodes)
+    wide = any(value.is_floating_point() and value.dtype.itemsize > 1 for value in sources if value is not None)
+    return made and wide and traits_of(node).view not in (View.BITCAST, View.ITEM)
 
 
 def names(nodes: Sequence[fx.Node]) -> str:
@@ -209,9 +194,17 @@ def is_registered_rowwise(node: fx.Node) -> bool:
 def known_rowwise(node: fx.Node) -> str:
     """The words for a row-wise operation that a node is not known to be, with the line that would register it."""
     name = op_name(node)
-    if not compat.is_op(node.target) or not can_promise(name):
+    if not torch_ops.is_op(node.target) or not can_promise(name):
         return "a row-wise operation"
-    return f'known to be row-wise: if it is, register_rowwise("{schema_name(name)}")'
+    own = schema_name(name)
+    return f'known to be row-wise: if it is, register_rowwise("{own}"); else register_local("{own}"), if it is local'
+
+
+def unknown(nodes: Sequence[fx.Node]) -> str:
+    """The ops along a way of which nothing is known, with the line that says it; empty without any."""
+    ops = dict.fromkeys(called_name(node) for node in nodes if _is_unknown(node) and called_op(node) is not None)
+    told = (f'nothing is known of {name}: register_local("{schema_name(name)}"), if it mixes rows' for name in ops)
+    return "".join(f"; {one}" for one in told)
 
 
 def is_vector(node: fx.Node | None) -> bool:

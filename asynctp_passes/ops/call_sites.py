@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ops.calls import OPS, SIGNATURES
 from asynctp_passes.ops.choice import kernels_for
-from asynctp_passes.torch_private import inductor_calls
+from asynctp_passes.torch_private import inductor_calls, inductor_order
 
 __all__ = ["VERSION", "CallSite", "bind", "mark"]
 
@@ -47,7 +46,7 @@ def mark(graph: fx.Graph, groups: Sequence[object], direct: bool) -> str:
     Returns:
         How they are called, in words; nothing where there are none, or no code is generated.
     """
-    if not groups or not compat.is_compiled(graph):
+    if not groups or not inductor_order.is_compiled(graph):
         return ""
     ops = [getattr(torch.ops.asynctp, name).default for name in OPS]
     reason = "direct=False" if not direct else inductor_calls.hindrance()

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_passes import compat
 from asynctp_passes.ops.arguments import group_and_size
 from asynctp_passes.ops.callers import Callers
 from asynctp_passes.ops.calls import OPS, SIGNATURES, Call, GatherCall, ReduceCall
@@ -37,6 +36,7 @@ from asynctp_passes.ops.plain_collectives import (
     reduce_scatter,
 )
 from asynctp_passes.ops.recipes import BLOCK, FP8_DTYPES, Recipe, blocks_in, recipe_of
+from asynctp_passes.torch_private import torch_ops
 
 __all__ = [
     "Callers",
@@ -126,7 +126,7 @@ def multiplied(tensor: Tensor, factor: float) -> Tensor:
 def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """`a @ b + bias`, rounded once; of int8 in int32, without a bias."""
     if a.dtype == torch.int8:
-        flat = compat.int_mm(_rows(a), b)
+        flat = torch_ops.int_mm(_rows(a), b)
     else:
         flat = torch.mm(_rows(a), b) if bias is None else torch.addmm(bias, _rows(a), b)
     return flat.view(*a.shape[:-1], b.shape[1])
@@ -180,9 +180,9 @@ def _product_in_blocks(
     fits = bias is None or bias.dtype == out_dtype != torch.float32
     if fits:
         row = None if bias is None else bias.reshape(-1)
-        return compat.scaled_mm_in_blocks(*operands, row, out_dtype, use_fast_accum)
+        return torch_ops.scaled_mm_in_blocks(*operands, row, out_dtype, use_fast_accum)
     assert bias is not None
-    return (compat.scaled_mm_in_blocks(*operands, None, torch.float32, use_fast_accum) + bias.float()).to(out_dtype)
+    return (torch_ops.scaled_mm_in_blocks(*operands, None, torch.float32, use_fast_accum) + bias.float()).to(out_dtype)
 
 
 def _each(scale: Tensor, shape: Sequence[int]) -> Tensor:
@@ -230,9 +230,9 @@ def _scaled_mm(
     bias_fits = bias is None or (bias.dtype == out_dtype and out_dtype != torch.float32)
     if (tensorwise or rowwise) and bias_fits:
         row = None if bias is None else bias.reshape(-1)
-        return compat.scaled_mm(rows, b, row_scale, column_scale, row, out_dtype, use_fast_accum)
+        return torch_ops.scaled_mm(rows, b, row_scale, column_scale, row, out_dtype, use_fast_accum)
     one = row_scale.new_ones(())
-    product = compat.scaled_mm(rows, b, one, one, None, torch.float32, use_fast_accum)
+    product = torch_ops.scaled_mm(rows, b, one, one, None, torch.float32, use_fast_accum)
     return _finish(product, row_scale, column_scale, bias, out_dtype)
 
 

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_passes import compat
-from asynctp_passes.config import nvtx_ranges
 from asynctp_passes.ops import reference
 from asynctp_passes.ops.autograd import gradient_of, refuse_lost_gradients
 from asynctp_passes.ops.calls import OPS, SIGNATURES, Call, GatherCall, ReduceCall
 from asynctp_passes.ops.checks import check, check_in_group
 from asynctp_passes.ops.choice import kernels_for
 from asynctp_passes.ops.plain_collectives import gathered_shape
+from asynctp_passes.torch_private import torch_ops
 
 __all__ = ["register", "register_fused", "results", "short_cut"]
 
@@ -34,7 +33,7 @@ def _gather(op: str) -> Callable[..., Any]:
 
     def real(*arguments: Any) -> Any:
         call = make(*arguments)
-        if call.out_dtype is None and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             refuse_lost_gradients(call.biases)
         return kernels_for(call.a_shard).run_gather(call, check_in_group, program)
 
@@ -47,7 +46,7 @@ def _reduce(op: str) -> Callable[..., Any]:
 
     def real(*arguments: Any) -> Any:
         call = make(*arguments)
-        if call.out_dtype is None and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             refuse_lost_gradients(call.biases)
         kernels = kernels_for(call.a_parts[0] if call.a_parts else None)
         return kernels.run_reduce(call, check_in_group, program)
@@ -55,22 +54,8 @@ def _reduce(op: str) -> Callable[..., Any]:
     return real
 
 
-def _in_range(op: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, in an NVTX range with the op's name, for Nsight Systems."""
-
-    def ranged(*arguments: Any) -> Any:
-        torch.cuda.nvtx.range_push(f"asynctp::{op}")  # type: ignore[no-untyped-call]
-        try:
-            return real(*arguments)
-        finally:
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-
-    return ranged
-
-
 def _real(op: str) -> Callable[..., Any]:
-    real = _gather(op) if op.startswith("all_gather") else _reduce(op)
-    return _in_range(op, real) if nvtx_ranges() and torch.cuda.is_available() else real
+    return _gather(op) if op.startswith("all_gather") else _reduce(op)
 
 
 # --- fake ----------------------------------------------------------------------------------------------------------
@@ -102,7 +87,7 @@ def _fake(op: str) -> Callable[..., Any]:
 
     def fake(*arguments: Any) -> Any:
         call: Call = signature.call(*arguments)
-        if call.out_dtype is None and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             refuse_lost_gradients(call.biases)
         check(call, sizes=False)
         return results(call)
@@ -131,8 +116,8 @@ def register(library: Any, name: str, real: Any, fake: Any, backward: Any, setup
     torch.library.register_fake(f"asynctp::{name}", fake, lib=library)
     torch.library.register_autograd(f"asynctp::{name}", backward, setup_context=setup_context, lib=library)
     op = getattr(torch.ops.asynctp, name).default
-    compat.keep_unused(op)
-    generic = compat.autograd_kernel(op, backward, setup_context)
+    torch_ops.keep_unused(op)
+    generic = torch_ops.autograd_kernel(op, backward, setup_context)
     library.impl(name, short_cut(real, generic), "AutogradCUDA", with_keyset=True)
 
 
@@ -140,7 +125,7 @@ def short_cut(real: Callable[..., Any], generic: Callable[..., Any]) -> Callable
     """The autograd kernel that calls `real` where `generic`, torch.library's, would do nothing but dispatch to it."""
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if compat.goes_to_backend(keyset) and not (torch.is_grad_enabled() and compat.any_requires_grad(*args)):
+        if torch_ops.goes_to_backend(keyset) and not (torch.is_grad_enabled() and torch_ops.any_requires_grad(*args)):
             return real(*args, **kwargs)
         return generic(keyset, *args, **kwargs)
 

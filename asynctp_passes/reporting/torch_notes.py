@@ -10,13 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.nodes import tensor_of
+from asynctp_passes.ir.order import opaque_ops
+from asynctp_passes.torch_private import dynamo, inductor_options, process_groups
 
 __all__ = ["from_another_process", "hidden_calls", "notes"]
 
 _BROKE = "torch broke a graph at "
 """How the note on breaks of graphs begins."""
+
+_NAMED = 8
+"""How many ops a note names."""
 
 _GATHER_HELPER = "_maybe_view_chunk_cat"
 """What `all_gather_tensor` calls for a dimension but the first; dynamo of torch 2.11 and 2.12 does not trace it."""
@@ -60,12 +64,36 @@ _HIDING = {
 """For what dynamo says when it breaks a graph, or gives a frame up: at which call, why, and what to do."""
 
 
-def notes(graph: fx.Graph, phase: str) -> tuple[str, ...]:
-    """Sentences about a graph that its remarks do not say; most graphs have none."""
-    found = [hidden_calls()]
+_VARIANT = (
+    "torch._inductor.config.batch_invariant is on, which asynctp does not promise: the bits of a fused chain may "
+    "depend on how many rows there are, since that chooses the matmul. Leave groups out by Config(groups=...) where "
+    "they must not"
+)
+
+
+def notes(graph: fx.Graph, phase: str, fuses: bool = False) -> tuple[str, ...]:
+    """Sentences about a graph that its remarks do not say; most graphs have none. fuses: It has a fused chain."""
+    found = [hidden_calls(), _opaque(graph)]
+    if fuses and "batch_invariant" in inductor_options.names() and inductor_options.current("batch_invariant"):
+        found.append(_VARIANT)
     if phase == "forward":
         found.append(_checkpoint_of_dtensors(graph, str(torch.__version__)))
     return tuple(note for note in found if note)
+
+
+def _opaque(graph: fx.Graph) -> str:
+    """The note on ops that may communicate, where there is anybody to communicate with."""
+    found = (
+        dict.fromkeys(name for node in graph.nodes for name in opaque_ops(node)) if process_groups.has_peers() else {}
+    )
+    if not found:
+        return ""
+    names = [*list(found)[:_NAMED], *(["..."] if len(found) > _NAMED else [])]
+    return (
+        f"nothing tells whether these ops communicate, so each keeps its place: {', '.join(names)}; register a "
+        "collective with register_collective, a matmul with register_matmul, and others that stay on one rank with "
+        "register_local or register_rowwise"
+    )
 
 
 def from_another_process(notes: Sequence[str]) -> tuple[str, ...]:
@@ -80,7 +108,7 @@ def hidden_calls(breaks: Sequence[str] | None = None) -> str:
     Args:
         breaks: Why dynamo broke graphs; what it did in this process, when None.
     """
-    texts = compat.graph_breaks() if breaks is None else breaks
+    texts = dynamo.graph_breaks() if breaks is None else breaks
     counts = {mark: sum(mark in text for text in texts) for mark in _HIDING}
     return "; ".join(_hidden(*_HIDING[mark], count) for mark, count in counts.items() if count)
 

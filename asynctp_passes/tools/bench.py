@@ -30,19 +30,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynctp_kernels import cuda
-from asynctp_kernels.compat import symmetric_empty, symmetric_rendezvous
 from asynctp_kernels.cuda.choose import select, tables
 from asynctp_kernels.cuda.choose.wire import TRANSPORTS
 from asynctp_kernels.cuda.implementations import ENTRIES, IMPLEMENTATIONS
+from asynctp_kernels.torch_private import symmetric_empty, symmetric_rendezvous
 from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops
-from asynctp_passes import compat
-from asynctp_passes.config import can_be_written, write_whole
+from asynctp_passes.config import can_be_written
 from asynctp_passes.ops import reference
 from asynctp_passes.ops.calls import SCALES, signature
+from asynctp_passes.reporting.files import write_whole
 from asynctp_passes.tools.cli import OPS, add_bench_options, add_table_options, calls_of_report, mistake
 from asynctp_passes.tools.plots import GATHER_SHAPES, SCATTER_SHAPES, draw_calls
+from asynctp_passes.torch_private import intree, torch_ops
 
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COPY_BYTES_PER_US = select.Rates().copy
@@ -303,7 +304,7 @@ class Call:
         by_rows = (a_scale.shape, b_scale.shape) == ((a.shape[0], 1), (1, b.shape[1]))
         alike = a_scale.ndim == b_scale.ndim == 0 or (by_rows and self.out_dtype == torch.bfloat16)
         if a.is_cuda and a.ndim == 2 and alike and bias is None and b.stride(0) == 1:
-            return compat.scaled_mm(a, b, a_scale, b_scale, None, self.out_dtype, fast)
+            return torch_ops.scaled_mm(a, b, a_scale, b_scale, None, self.out_dtype, fast)
         return reference.scaled_product(a, b, a_scale, b_scale, bias, self.out_dtype, fast)
 
     def _products(self, a: Tensor, a_scale: Tensor | None) -> list[Tensor]:
@@ -740,7 +741,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    compat.register_intree_ops()
+    intree.register_ops()
     run(options, device)
     faulthandler.cancel_dump_traceback_later()
     torch.cuda.synchronize()

@@ -23,10 +23,10 @@ from torch.distributed._functional_collectives import all_gather_tensor, reduce_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import asynctp_passes
-from asynctp_passes import AsyncTPPass, Config, compat
+from asynctp_passes import AsyncTPPass, Config
 from asynctp_passes.ops import call_sites
 from asynctp_passes.ops.call_sites import CallSite, SizedCallSite
-from asynctp_passes.torch_private import inductor_calls
+from asynctp_passes.torch_private import inductor_calls, inductor_order
 
 OPTIONS: dict[str, Any] = {"log": False, "fallback_by_default": True}
 """All other ops are called as they are: no C++ is compiled."""
@@ -101,7 +101,7 @@ def test_a_line_that_cannot_be_written_is_the_ops(
 def test_groups_that_are_objects_keep_the_ops_lines(two: None) -> None:
     graph = torch.fx.symbolic_trace(lambda group: group).graph
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "is_compiled", lambda graph: True)
+        patch.setattr(inductor_order, "is_compiled", lambda graph: True)
         assert call_sites.mark(graph, [], True) == ""
         (group, *_) = graph.nodes
         assert call_sites.mark(graph, ["0", group], True) == "by torch.ops (process groups are inputs of the graph)"

@@ -23,7 +23,7 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 
-from asynctp_passes import compat
+from asynctp_passes.torch_private import process_groups
 
 OPTIONS: dict[str, Any] = {"strict": "off", "log": False, "fallback_by_default": True}
 SOON_S = 12.0
@@ -122,6 +122,14 @@ def at_limit_of_all_forms(rank: int, _: int) -> Ended:
     return calls(functools.partial(layer), tags_of(rank, True))
 
 
+def at_limit_when_compiled_again(rank: int, _: int) -> Ended:
+    """The limit is reached by one compiled function; another one of the same code has no graph of its own."""
+    torch._dynamo.config.recompile_limit = 2
+    first = calls(layer, tags_of(rank, True, 2))
+    second = calls(layer, tags_of(rank, True, 3)[2:])
+    return Ended(first.right + second.right, second.error, second.seconds)
+
+
 def at_limit_of_whole_graphs(rank: int, _: int) -> Ended:
     torch._dynamo.config.recompile_limit = 3
     return calls(layer, tags_of(rank, True), fullgraph=True)
@@ -148,7 +156,7 @@ def skipped(rank: int, _: int) -> Ended:
 def left_alone_with_sums(rank: int, _: int) -> Ended:
     """Rank 0 leaves a graph that sends something else than the program. The others are not in its last call."""
     torch._dynamo.config.recompile_limit = 2
-    compat.group_timeout_s = lambda group: 12.0  # type: ignore[assignment]
+    process_groups.group_timeout_s = lambda group: 12.0  # type: ignore[assignment]
     return calls(sums, ["a", "b", "never"], count=3 if rank == 0 else 2)
 
 
@@ -191,6 +199,11 @@ def test_one_rank_reaches_the_recompile_limit(on_wire: None, name: str) -> None:
 def test_the_limit_and_the_function_are_named_that_the_user_knows(on_wire: None) -> None:
     ended = run_ranks(2, at_limit_of_all_forms)
     check_left(ended, 2, "torch._dynamo.config.accumulated_recompile_limit=2 is reached", ":layer:")
+
+
+@pytest.mark.ranks
+def test_the_limit_is_reached_by_another_compile_of_the_function(on_wire: None) -> None:
+    check_left(run_ranks(2, at_limit_when_compiled_again), 2, "recompile_limit=2 is reached", ":layer:")
 
 
 @pytest.mark.ranks

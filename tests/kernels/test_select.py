@@ -49,8 +49,8 @@ from selections import (
 )
 from torch.fx import Graph
 
-from asynctp_passes import compat
 from asynctp_passes.ops.calls import SIGNATURES
+from asynctp_passes.torch_private import process_groups
 
 
 @pytest.fixture(autouse=True)
@@ -538,7 +538,7 @@ def all_reduced(b: GraphBuilder, rows: int) -> Graph:
 
 def test_reports_expect_what_runs_of_an_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch)
-    monkeypatch.setattr(compat, "size_of_group", lambda group: 4)
+    monkeypatch.setattr(process_groups, "size_of_group", lambda group: 4)
     remarks = [run_pass(all_reduced(GraphBuilder(), rows)).fused[0] for rows in (64, 8192)]
     assert [remark.implementation for remark in remarks] == [
         "direct (only one that can)",

@@ -112,7 +112,7 @@ def step(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def tried(module: nn.Module, x: Tensor, strict: str) -> dict[str, Any]:
-    """Compile a program, as docs/how-to/other-stacks.md does it, and compare."""
+    """Compile a program, as docs/how-to/stacks.md does it, and compare."""
     torch._dynamo.reset()
     counters.clear()
     asynctp_passes.clear_reports()

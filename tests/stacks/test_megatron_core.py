@@ -1,4 +1,4 @@
-"""Megatron-Core's layers with the steps of docs/how-to/other-stacks.md, on two CPU ranks: all chains are fused."""
+"""Megatron-Core's layers with the steps of docs/how-to/stacks.md, on two CPU ranks: all chains are fused."""
 
 from __future__ import annotations
 

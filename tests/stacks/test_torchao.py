@@ -1,4 +1,4 @@
-"""torchao's recipes, two CPU ranks: what is fused and what is missed, as docs/how-to/torchao.md says."""
+"""torchao's recipes, two CPU ranks: what is fused and what is missed, as docs/how-to/stacks.md says."""
 
 from __future__ import annotations
 

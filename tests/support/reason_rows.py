@@ -16,7 +16,7 @@ FP8 = torch.float8_e4m3fn
 
 
 _WRITING_OPS = torch.library.Library("registry_like", "FRAGMENT")
-_WRITING_OPS.define("all_gather_out(Tensor! out, Tensor x) -> ()")
+_WRITING_OPS.define("all_gather_out(Tensor! out, Tensor x, str group_name) -> ()")
 _WRITING_OPS.define("dynamic_per_token_quant(Tensor! out, Tensor x, Tensor! scale) -> ()")
 
 

@@ -24,8 +24,11 @@ for _name in (
     "row_numbers",
     "combine",
     "all_reduce_and_norm",
+    "custom_sum",
 ):
     _OWN_OPS.define(f"{_name}(Tensor x) -> Tensor")
+_OWN_OPS.define("finish(Tensor x, Tensor w) -> Tensor")
+_OWN_OPS.define("custom_sum_of(Tensor x, str group_name) -> Tensor")
 _OWN_OPS.define("embed(Tensor ids, Tensor x) -> Tensor")
 _OWN_OPS.define("int4mm_packed_weight_cpu(Tensor x, Tensor weight) -> Tensor")
 _OWN_OPS.define("_linear_pointwise(Tensor x, Tensor weight) -> Tensor")
@@ -117,13 +120,13 @@ def of_own_op(name: str, shape: tuple[int, ...] = (16, 12), dtype: Any = None) -
     return build
 
 
-for _name in ("paged_attention", "fused_moe", "sum_experts"):  # they mix rows, or multiply by themselves
-    row("NO_MATMUL", f"made by own_like.{_name}")(of_own_op(_name))
+for _name in ("paged_attention", "fused_moe", "sum_experts", "all_reduce_and_norm"):  # a name tells nothing
+    told = f'mm -> {_name}; nothing is known of own_like.{_name}.default: register_local("own_like::{_name}")'
+    row("COMPUTED_BETWEEN", told)(of_own_op(_name))
 row("NO_MATMUL", "made by own_like.scale")(of_own_op("scale", (16,)))  # statistics of the rows
 row("NO_MATMUL", "made by own_like.scale")(of_own_op("scale", (16, 1)))
 row("NO_MATMUL", "made by own_like.row_numbers")(of_own_op("row_numbers", dtype=torch.int64))
 row("NO_MATMUL", "made by own_like.combine")(of_own_op("combine", (12, 16)))  # a weight's gradient, say
-row("NO_MATMUL", "made by own_like.all_reduce_and_norm")(of_own_op("all_reduce_and_norm"))
 
 
 @row("NO_MATMUL", "made by own_like.embed")
@@ -137,10 +140,30 @@ def own_op_of_no_product(b: GraphBuilder) -> Node:
     return b.all_reduce(called(b, own.scale, b.relu(b.input("x", [16, 12]))))
 
 
-@row("NO_MATMUL", "used by own_like.scale")
+@row(
+    "COMPUTED_BETWEEN",
+    'known to be row-wise: if it is, register_rowwise("own_like::scale")',
+)
 def own_op_of_a_gathered_tensor(b: GraphBuilder) -> Node:
-    """It may be attention, of gathered keys: only what is reduced is looked for beyond such ops."""
     return b.mm(called(b, own.scale, gathered(b)), b.input("w", [12, 6]))
+
+
+@row("MATMUL_NOT_UNDERSTOOD", "own_like.finish.default")
+def own_op_of_the_shapes_of_a_matmul(b: GraphBuilder) -> Node:
+    return called(b, own.finish, b.input("w", [8, 12]), gathered(b))
+
+
+@row("COLLECTIVE_NOT_UNDERSTOOD", "own_like.custom_sum_of.default")
+def own_op_that_takes_a_group(b: GraphBuilder) -> Node:
+    """A sum over ranks, whatever it is called."""
+    return b.call_like(product(b).meta["val"], own.custom_sum_of.default, product(b, "c"), "tp:0")
+
+
+@row("NO_MATMUL", "used by own_like.embed")
+def own_op_of_gathered_keys(b: GraphBuilder) -> Node:
+    """It returns other rows than what is gathered has: attention, say."""
+    made = called(b, own.embed, b.input("ids", [6], torch.int64), gathered(b), shape=(6, 12))
+    return b.mm(made, b.input("w", [12, 6]))
 
 
 # --- matmuls by other names ----------------------------------------------------------------------------------------

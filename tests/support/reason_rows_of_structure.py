@@ -371,7 +371,7 @@ def gather_by_a_custom_op_that_writes(b: GraphBuilder) -> Node:
     """Functionalized, as in a compiled graph."""
     x, buffer = b.input("x", [4, 8]), b.input("buffer", [16, 8])
     target, op = torch.ops.higher_order.auto_functionalized, torch.ops.registry_like.all_gather_out.default
-    call = b.call_like((None, buffer.meta["val"]), target, op, out=buffer, x=x)
+    call = b.call_like((None, buffer.meta["val"]), target, op, out=buffer, x=x, group_name="tp:0")
     return times(b, b.call(getitem, call, 1))
 
 

@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 
 import asynctp_kernels
+import page_parts
 import pytest
+import reasons_page
+import support_page
 from scripts import run_script
 
 import asynctp_passes
-from asynctp_passes.config import RUNTIME_VARIABLES, Config
-from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
-from asynctp_passes.tools import reason_programs
+from asynctp_passes.reasons import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -57,9 +58,19 @@ def _code(path: Path) -> str:
 
 
 def test_reasons_page_is_the_catalogue() -> None:
-    page = (DOCS / "reference" / "reasons.md").read_text(encoding="utf-8")
-    written = catalogue_markdown(reason_programs.INTRODUCTION, reason_programs.markdown())
-    assert page == written, "write it anew: asynctp reasons --markdown > docs/reference/reasons.md"
+    written = reasons_page.PAGE.read_text(encoding="utf-8")
+    assert written == reasons_page.page(), "write it anew: python tests/support/reasons_page.py"
+
+
+def test_support_page_is_the_table_of_forms() -> None:
+    written = support_page.PAGE.read_text(encoding="utf-8")
+    assert written == support_page.page(), "write it anew: python tests/support/support_page.py"
+
+
+@pytest.mark.parametrize("form", [form for forms in support_page.SECTIONS.values() for form in forms], ids=str)
+def test_a_supported_form_is_shown_by_tests_with_that_outcome(form: support_page.Form) -> None:
+    assert form.shown_by
+    assert list(form.faults()) == []
 
 
 def test_reasons_named_in_pages_exist() -> None:
@@ -71,15 +82,10 @@ def test_reasons_named_in_pages_exist() -> None:
             assert name in ("", known[code]), f"{_name(page)} calls {code} {name}; it is {known[code]}"
 
 
-def test_every_config_field_is_documented_with_its_default() -> None:
-    page = (DOCS / "reference" / "config.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*)$", page, re.MULTILINE))
-    assert list(rows) == list(Config.field_names())
-    for name, row in rows.items():
-        default = repr(getattr(Config(), name)).replace("'", '"')
-        assert row.startswith(f"`ASYNCTP_{name.upper()}` | `{default}` |"), name
-    for name in RUNTIME_VARIABLES:
-        assert f"| `ASYNCTP_{name.upper()}` |" in page
+@pytest.mark.parametrize("page", page_parts.PARTS)
+def test_parts_of_a_page_are_those_of_the_code(page: str) -> None:
+    is_there = (page_parts.FOLDER / page).read_text(encoding="utf-8")
+    assert is_there == page_parts.written(page), "write it anew: python tests/support/page_parts.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -95,6 +101,8 @@ def test_links_resolve(page: Path) -> None:
 
 
 def _anchors(path: Path) -> set[str]:
+    if path.suffix == ".png":  # which of two pictures GitHub and the site show
+        return {"gh-light-mode-only", "gh-dark-mode-only"}
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -135,20 +143,26 @@ def test_code_runs_and_prints_the_output_shown(page: Path, tmp_path: Path, monke
     assert [line for line in shown if line not in printed and line != "..."] == []
 
 
-@pytest.mark.parametrize(
-    ("heading", "files", "least"), [("The GEMM, step by step", "*kernels.py", 6), ("The host's part", "script.py", 1)]
-)
-def test_excerpts_are_from_the_code(heading: str, files: str, least: int) -> None:
+def test_excerpts_are_from_the_code() -> None:
     """Line by line, without comments and indentation; `...` stands for what is left out."""
     folder = ROOT / "kernels" / "asynctp_kernels" / "cuda"
-    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob(files)))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
     known = {_bare(line) for line in source.splitlines()}
-    page = (DOCS / "explanation" / "protocol.md").read_text(encoding="utf-8")
-    _, section = page.split(f"\n## {heading}\n")
-    blocks = _BLOCK.findall(section.split("\n## ")[0])
-    assert len(blocks) >= least
+    blocks = _BLOCK.findall((DOCS / "internals" / "protocol.md").read_text(encoding="utf-8"))
+    assert len(blocks) >= 4
     lines = [_bare(line) for block in blocks for line in block.splitlines()]
     assert [line for line in lines if line not in known and line != "..."] == []
+
+
+def test_private_names_of_torch_on_the_page_of_hooks_are_used() -> None:
+    page = (DOCS / "explanation" / "hooks.md").read_text(encoding="utf-8")
+    _, section = page.split("\n## Private names\n")
+    rows = re.findall(r"^\| (`.*?) \|", section.split("\n## ")[0], re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(names) >= 20
+    package = ROOT / "asynctp_passes"
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py")))
+    assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
 
 
 def _bare(line: str) -> str:
@@ -192,6 +206,30 @@ def test_readme_is_read_in_a_minute() -> None:
     assert len(readme.split()) <= 900
     assert "[^" not in readme
     assert len(figures(readme)) <= 25
+
+
+_RESULTS = DOCS / "results"
+_GENERATED = {reasons_page.PAGE, support_page.PAGE}
+
+
+def _words(page: Path) -> int:
+    return len(page.read_text(encoding="utf-8").split())
+
+
+def test_docs_are_short() -> None:
+    """All pages together, without those of raw results."""
+    assert sum(_words(page) for page in DOCS.rglob("*.md") if _RESULTS not in page.parents) <= 40_000
+
+
+def test_no_page_for_users_is_long() -> None:
+    """Generated ones excepted, which are looked up and not read; internals are for those who change the code."""
+    left_out = (_RESULTS, DOCS / "internals")
+    pages = [page for page in DOCS.rglob("*.md") if not set(left_out) & set(page.parents) and page not in _GENERATED]
+    assert {_name(page): _words(page) for page in pages if _words(page) > 2_500} == {}
+
+
+def test_raw_results_are_small() -> None:
+    assert sum(path.stat().st_size for path in _RESULTS.rglob("*") if path.is_file()) <= 1_500_000
 
 
 def test_figures_of_the_readme_are_those_of_the_raw_results() -> None:

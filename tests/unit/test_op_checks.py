@@ -20,9 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asynctp_passes import compat, ops
+from asynctp_passes import ops
 from asynctp_passes.ops import collectives, reference
 from asynctp_passes.ops.register import short_cut
+from asynctp_passes.torch_private import torch_ops
 
 
 # --- one process, a fake group of four ranks ------------------------------------------------------------------------
@@ -382,7 +383,7 @@ def taken() -> Iterator[list[str]]:
 
     library: Any = torch.library.Library("asynctp_test", "FRAGMENT")
     library.define("total(Tensor a, Tensor[] bs, *, bool twice=False) -> Tensor")
-    generic = compat.autograd_kernel(
+    generic = torch_ops.autograd_kernel(
         torch.ops.asynctp_test.total.default, lambda ctx, grad: (grad, [grad] * ctx.count), _remember_count
     )
     library.impl("total", real, "CPU")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import re
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,20 +13,22 @@ import reason_rows_of_limits  # noqa: F401  (adds its rows)
 import reason_rows_of_own_ops  # noqa: F401
 import reason_rows_of_scope  # noqa: F401
 import reason_rows_of_structure  # noqa: F401
+import torch
 from graph_builder import snapshot
 from lockstep import op_name
 from passes import run_pass
 from reason_rows import ROWS, Row
 from torch.fx import Graph, Node
 
-from asynctp_passes import Remark, compat
+from asynctp_passes import Remark
 from asynctp_passes.reasons import CATALOGUE
+from asynctp_passes.torch_private import process_groups
 
 
 # --- the tests -------------------------------------------------------------------------------------------------
 def remarks_of(line: Row, graph: Graph) -> tuple[Remark, ...]:
     places = {"mesh_dimension_of": line.mesh_dim, "rank_in_group": line.rank}
-    with mock.patch.multiple(compat, **{name: mock.Mock(return_value=place) for name, place in places.items()}):
+    with mock.patch.multiple(process_groups, **{name: mock.Mock(return_value=place) for name, place in places.items()}):
         return run_pass(graph, **line.config).remarks
 
 
@@ -63,6 +69,12 @@ def test_the_catalogue_is_well_formed() -> None:
         assert reason.outcome in ("MISSED", "SKIPPED", "ERASED", "OVERLAPPED")
 
 
+def test_no_two_reasons_share_a_rank_of_near_misses() -> None:
+    """But for rank 1, where the first matmul is told of: else a graph's order would choose between the reasons."""
+    ranks = sorted(reason.rank for reason in CATALOGUE.values() if reason.rank != 1)
+    assert ranks == [0, *range(2, len(ranks) + 1)]
+
+
 @pytest.mark.parametrize("line", ROWS, ids=[line.id for line in ROWS])
 def test_remarks_name_the_place(line: Row) -> None:
     """The nodes of a remark are in the graph, its collective among them; and each collective has one."""
@@ -77,9 +89,11 @@ def test_remarks_name_the_place(line: Row) -> None:
 
 
 def communicates(node: Node) -> bool:
-    """True for what has the name of a collective, but is neither a wait nor ours."""
-    name = op_name(node.args[0] if op_name(node.target).startswith("auto_functionalized") else node.target)
-    words = ("gather", "reduce_scatter", "all_reduce", "allreduce", "all_to_all", "broadcast")
+    """True for a collective of torch's by its name, and for an op that takes a group; neither a wait nor ours."""
+    op = node.args[0] if op_name(node.target).startswith("auto_functionalized") else node.target
+    name, words = op_name(op), ("gather", "reduce_scatter", "all_reduce", "allreduce", "all_to_all", "broadcast")
+    if name.startswith("own_like::"):
+        return "group_name" in str(op._schema)
     return not name.startswith(("aten::", "asynctp::")) and any(word in name for word in words)
 
 
@@ -88,3 +102,64 @@ def results(call: Node) -> list[Node]:
     items = {user.args[1]: user for user in call.users if op_name(user.target) == "getitem"}
     is_list = op_name(call.target).endswith("_coalesced") and len(items) == len(call.users)
     return [items.get(index, call) for index in range(len(call.args[0]))] if is_list else [call]  # type: ignore[arg-type]
+
+
+# --- names decide nothing ----------------------------------------------------------------------------------------
+NAMES = (
+    "all_reduce",
+    "gather",
+    "gemm",
+    "matmul_rows",
+    "rms_norm",
+    "quantize",
+    "attention",
+    "moe",
+    "finish",
+    "dispatch",
+)
+OWN = ("own_like", "registry_like", "vllm_like")
+_numbers = itertools.count()
+
+
+def with_other_names(graph: Graph, seed: int) -> dict[str, str]:
+    """Give the program's own ops other names, which tell of anything; the old names by the new ones."""
+    choose, renamed = random.Random(seed), dict[Any, Any]()
+    library = torch.library.Library(f"other_{next(_numbers)}", "FRAGMENT")
+
+    def other(op: Any) -> Any:
+        if not isinstance(op, torch._ops.OpOverload) or op.namespace not in OWN:
+            return op
+        if op not in renamed:
+            name = f"{choose.choice(NAMES)}_{len(renamed)}"
+            schema = re.sub(r"\(\$(\d+)! -> \)", r"(a\1!)", str(op._schema))  # what it writes to, as `define` has it
+            library.define(schema.replace(f"{op._schema.name}(", f"{name}(", 1))
+            renamed[op] = getattr(getattr(torch.ops, library.ns), name).default
+        return renamed[op]
+
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = other(node.target)
+            node.args = tuple(map(other, node.args))
+    return {new._schema.name: old._schema.name for old, new in renamed.items()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_names_decide_nothing(seed: int) -> None:
+    """Reports are equal, but for the names, whatever the ops of the program are called."""
+    compared = 0
+    for line in ROWS:
+        graph = line.graph()
+        if names := with_other_names(graph, seed):
+            found = [told(remark, names) for remark in remarks_of(line, graph)]
+            assert found == [told(remark, {}) for remark in remarks_of(line, line.graph())]
+            compared += 1
+    assert compared > 25
+
+
+def told(remark: Remark, names: dict[str, str]) -> tuple[str, str, str]:
+    """What a remark says, with the names as they were."""
+    text = remark.message
+    for new, old in names.items():
+        text = text.replace(new, old).replace(new.replace("::", "."), old.replace("::", "."))
+        text = text.replace(new.partition("::")[2], old.partition("::")[2])
+    return remark.outcome, remark.code, text

@@ -16,11 +16,12 @@ from passes import outcomes, run_pass
 from rewritten import FP8, fp8_operands, rewritten
 from torch.fx import Graph, Node
 
-from asynctp_passes import Config, compat, run
+from asynctp_passes import Config, run
 from asynctp_passes.ir.order import communications
 from asynctp_passes.planning import decide, legality
 from asynctp_passes.planning.deviations import LOCAL
 from asynctp_passes.planning.plan import planned, questions_of
+from asynctp_passes.torch_private import process_groups
 
 cast = torch.ops.prims.convert_element_type.default
 
@@ -803,7 +804,7 @@ def test_an_all_to_all_is_left_alone(
     split: Callable[..., object], rank: int, device: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told by the number of the piece, and on CPU only: on GPUs DTensor calls one collective."""
-    monkeypatch.setattr(compat, "rank_in_group", lambda group: rank)
+    monkeypatch.setattr(process_groups, "rank_in_group", lambda group: rank)
     b = GraphBuilder(ranks=2)
     sizes = {aten.split.Tensor: 4, aten.chunk.default: 2, aten.split_with_sizes.default: [4, 4]}
     pieces = b.call(split, b.gather(b.input("x", [4, 8], device=device)), sizes[split], 1)

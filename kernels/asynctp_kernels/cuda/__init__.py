@@ -4,7 +4,7 @@
     bound_calls       one whose plan is found once
     moves             collectives without a matmul     plan_cache   plans that were made
     explanation       how a call would be run       facts        what decides it
-    implementations   the table of all of them, and `legality`, the checks of their refusals
+    implementations   the table of all of them, and `checks`, the checks of their refusals
 
 This module only gives their public names.
 """
@@ -23,12 +23,10 @@ from asynctp_kernels.cuda.groups import is_awaited, last_implementation, leave, 
 from asynctp_kernels.cuda.moves import Mover, run_bulk_all_reduce, run_bulk_gather, run_bulk_scatter
 from asynctp_kernels.cuda.plans.collectives import all_gather
 from asynctp_kernels.cuda.runtime import interpreted
-from asynctp_kernels.cuda.runtime.stamps import Stamps, stamped
 
 __all__ = [
     "Choice",
     "Mover",
-    "Stamps",
     "all_gather",
     "bind",
     "choice_for",
@@ -46,7 +44,6 @@ __all__ = [
     "run_gather",
     "run_reduce",
     "shared_bytes",
-    "stamped",
 ]
 
 #: programs import them by these names

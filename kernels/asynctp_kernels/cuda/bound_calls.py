@@ -12,15 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from asynctp_kernels.compat import group_resolver
 from asynctp_kernels.cuda.calls import made, plan_of
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.facts import as_rows, flat
 from asynctp_kernels.cuda.groups import in_step
 from asynctp_kernels.cuda.plans.own_program import OwnProgram
-from asynctp_kernels.cuda.runtime import stamps
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory
+from asynctp_kernels.torch_private import group_resolver
 
 __all__ = ["BoundCall", "bind"]
 
@@ -52,7 +51,7 @@ class BoundCall:
         self._uses_memory = plan.uses_memory
         self._resolve, self._group_name = group_resolver(), call.group_name
         self._generation, self._skipped = memory.generation, memory.skipped
-        self._requested, self._stamped = select.requested(), stamps.requested()
+        self._requested = select.requested()
         self._index, self._counted = memory.device.index, (call.op, plan.name)
         self._gathers, self._whole = hasattr(call, "a_shard"), getattr(call, "scatter_dim", 0) is None
 
@@ -109,5 +108,4 @@ class BoundCall:
             and memory.generation == self._generation
             and memory.skipped == self._skipped
             and select.requested() == self._requested
-            and stamps.requested() == self._stamped
         )

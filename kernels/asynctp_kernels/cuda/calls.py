@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asynctp_kernels.compat import group_resolver
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.explanation import choice_for
 from asynctp_kernels.cuda.facts import as_rows, facts_of, flat, nonunit
@@ -24,8 +23,8 @@ from asynctp_kernels.cuda.implementations import make_plan
 from asynctp_kernels.cuda.moves import Mover, check_or_skip, check_taking_part
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
 from asynctp_kernels.cuda.plans.own_program import OwnProgram
-from asynctp_kernels.cuda.runtime import stamps
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.torch_private import group_resolver
 
 CheckCall = Callable[[Any], None]
 Program = Callable[[Any, Mover], Any]
@@ -112,7 +111,7 @@ def _of_gather(call: Any, memory: GroupMemory) -> tuple[Operands, Key]:
     a_shard, a_scale, bs, b_scales = call.a_shard, call.a_scale, call.bs, call.b_scales or ()
     biases, along = call.biases, call.along_shard
     facts = keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along)
-    key = (call.values, memory.skipped, select.requested(), stamps.requested(), *facts)
+    key = (call.values, memory.skipped, select.requested(), *facts)
     return (a_shard, a_scale, bs, b_scales, biases, along), key
 
 
@@ -125,7 +124,7 @@ def _of_reduction(call: Any, memory: GroupMemory) -> tuple[Operands, Key]:
         added = None if added is None else flat(added)
     times = nonunit(call.factors) if call.factors else ()
     facts = keys_of(*a_parts, *b_parts, *a_scales, *b_scales, *biases, added)
-    key = (call.values, times, memory.skipped, select.requested(), stamps.requested(), *facts)
+    key = (call.values, times, memory.skipped, select.requested(), *facts)
     return (a_parts, b_parts, a_scales, b_scales, biases, added), key
 
 

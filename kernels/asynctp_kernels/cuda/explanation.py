@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from asynctp_kernels.cuda.checks import refusals
 from asynctp_kernels.cuda.choose.select import Choice, Problem, choose
 from asynctp_kernels.cuda.choose.tables import Table
 from asynctp_kernels.cuda.facts import Facts, GatherFacts, ReduceFacts, facts_of
 from asynctp_kernels.cuda.implementations import ENTRIES
-from asynctp_kernels.cuda.legality import refusals
 from asynctp_kernels.cuda.runtime.machine import driver, others_beside
 
 

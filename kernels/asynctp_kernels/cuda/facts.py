@@ -2,7 +2,7 @@
 
 Fields have the names of the op's arguments, whose meaning is told there (`asynctp_passes.ops.calls`). `of` takes them
 from an op's call, which has them as attributes. An optional argument that a call has, and that is no field, is unknown:
-no kernel runs that call (`legality.arguments_are_known`).
+no kernel runs that call (`checks.arguments_are_known`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asynctp_kernels.cuda.choose.wire import Wire
 from asynctp_kernels.cuda.gemm.cublas import Recipe, Scaling, block_recipe
-from asynctp_kernels.layout import ShardLayout, gather_layout, scatter_layout
+from asynctp_kernels.shard_layout import ShardLayout, gather_layout, scatter_layout
 
 _NOT_ARGUMENTS = {"world", "unknown"}
 

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import register_wait
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN
 from asynctp_kernels.cuda.facts import ReduceFacts
@@ -29,6 +28,7 @@ from asynctp_kernels.cuda.plans.collectives import (
 from asynctp_kernels.cuda.plans.direct import DirectGather
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.torch_private import register_wait
 
 Check = Callable[[], None]
 T = TypeVar("T")

@@ -186,10 +186,10 @@ def in_vain(group: Any, come: int) -> Iterator[None]:
     """
     import torch.distributed as dist
     from asynctp_kernels import signals
-    from asynctp_kernels.compat import group_store
     from asynctp_kernels.cuda.runtime import interpreted
     from asynctp_kernels.cuda.runtime.memory import existing_memory
     from asynctp_kernels.errors import timeout_s
+    from asynctp_kernels.torch_private import group_store
 
     memory = existing_memory(group)
     assert memory is not None

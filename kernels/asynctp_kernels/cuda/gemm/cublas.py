@@ -1,7 +1,8 @@
 """cuBLAS matmuls as the pipelines need them: into a given place, with scales and bias.
 
-A plain matmul is a public torch op; a scaled one has no public equivalent with an output argument (`compat`). cuBLAS
-scales fp8 only: of other operands the matmul is made in their own dtype, in int32 of int8, and multiplied after it.
+A plain matmul is a public torch op; a scaled one has no public equivalent with an output argument (`torch_private`).
+cuBLAS scales fp8 only. The matmul of other operands is made in their own dtype, in int32 of int8, and multiplied after
+it.
 
 Scales of blocks of 128 along K are fp32 too: of 1 or 128 rows of A ([M, K/128], [M/128, K/128]), and of 1 or 128
 columns of B ([K/128, N], [K/128, N/128]), sizes rounded up. cuBLAS takes them in pairs (`IN_BLOCKS`), each laid out in
@@ -16,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import int_mm, scaled_mm, scaled_mm_in_blocks
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.signals import IS_INTERPRETED
+from asynctp_kernels.torch_private import int_mm, scaled_mm, scaled_mm_in_blocks
 
 BLOCK = 128
 Recipe = tuple[str, str]

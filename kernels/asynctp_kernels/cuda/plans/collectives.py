@@ -23,7 +23,6 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import gather_into
 from asynctp_kernels.cuda.choose.tiles import in_blocks
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.plans.direct import DirectAllReduce, DirectScatter
@@ -37,6 +36,7 @@ from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.recordings import OF_ONE_KERNEL, Work
 from asynctp_kernels.cuda.runtime.script import Step
+from asynctp_kernels.torch_private import gather_into
 
 NAME = "copy engine"
 WHOLE = "whole"

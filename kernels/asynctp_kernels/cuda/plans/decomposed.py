@@ -7,14 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose import cost
-from asynctp_kernels.cuda.choose.cost import Estimate
-from asynctp_kernels.cuda.choose.implementation import Ahead, Check
-from asynctp_kernels.cuda.choose.tiles import in_blocks
-from asynctp_kernels.cuda.choose.wire import PULL, PUSH
-from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts, part_rows
-from asynctp_kernels.cuda.gemm.cublas import ranges
-from asynctp_kernels.cuda.legality import (
+from asynctp_kernels.cuda.checks import (
     ANY,
     cublas_takes_gathered,
     cublas_takes_scattered,
@@ -26,6 +19,13 @@ from asynctp_kernels.cuda.legality import (
     rows_for_all,
     rows_of_a_contiguous,
 )
+from asynctp_kernels.cuda.choose import cost
+from asynctp_kernels.cuda.choose.cost import Estimate
+from asynctp_kernels.cuda.choose.implementation import Ahead, Check
+from asynctp_kernels.cuda.choose.tiles import in_blocks
+from asynctp_kernels.cuda.choose.wire import PULL, PUSH
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts, part_rows
+from asynctp_kernels.cuda.gemm.cublas import ranges
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_event

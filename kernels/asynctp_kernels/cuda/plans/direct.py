@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose import cost
-from asynctp_kernels.cuda.choose.wire import DIRECT, EXTREMES
-from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
-from asynctp_kernels.cuda.gemm.copy_kernels import push_all_reduce_kernel, push_gather_kernel, push_reduce_kernel
-from asynctp_kernels.cuda.legality import (
+from asynctp_kernels.cuda.checks import (
     ANY,
     cublas_takes_gathered,
     cublas_takes_scattered,
     scale_can_be_gathered,
     whole_in_cublas_blocks,
 )
+from asynctp_kernels.cuda.choose import cost
+from asynctp_kernels.cuda.choose.wire import DIRECT, EXTREMES
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
+from asynctp_kernels.cuda.gemm.copy_kernels import push_all_reduce_kernel, push_gather_kernel, push_reduce_kernel
 from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors, ShardSizes
 from asynctp_kernels.cuda.plans.scatter import WholeScatter

@@ -8,15 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose import cost
-from asynctp_kernels.cuda.choose.cost import Estimate
-from asynctp_kernels.cuda.choose.implementation import Check, Choice
-from asynctp_kernels.cuda.choose.tiles import Tiles, cut, cut_own, shares_for
-from asynctp_kernels.cuda.choose.wire import PULL, PUSH
-from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
-from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
-from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
-from asynctp_kernels.cuda.legality import (
+from asynctp_kernels.cuda.checks import (
     ANY,
     a_dtypes_alike,
     a_scales_alike,
@@ -34,6 +26,14 @@ from asynctp_kernels.cuda.legality import (
     scattered_scaled_at_end,
     sum_without_bias,
 )
+from asynctp_kernels.cuda.choose import cost
+from asynctp_kernels.cuda.choose.cost import Estimate
+from asynctp_kernels.cuda.choose.implementation import Check, Choice
+from asynctp_kernels.cuda.choose.tiles import Tiles, cut, cut_own, shares_for
+from asynctp_kernels.cuda.choose.wire import PULL, PUSH
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
+from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
+from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_word
@@ -54,7 +54,6 @@ from asynctp_kernels.cuda.runtime.launch import (
 from asynctp_kernels.cuda.runtime.machine import driver, others_beside
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.script import Record, Step, Wait, Write
-from asynctp_kernels.cuda.runtime.stamps import new_table
 
 A_OWN, A_COME, SCALE_OWN, SCALE_COME = map(place, ("a0", "a1", "a_scale0", "a_scale1"))
 STAGING, BIAS, WORDS = map(place, ("c0", "bias0", "words"))
@@ -109,18 +108,15 @@ class FusedGather(GatherPlan):
         tile_count = _tile_count(self.outer * memory.world, inner, self.widths, tiles)
         programs = grid(tile_count, programs)
         shares = _shares(tile_count, programs, memory.world)
-        self.stamps = new_table(call.op, memory, tile_count, first=0)
-        done = memory.gather_done if self.stamps is None else self.stamps.done
         args = GemmArguments(
             a=(self.a_own, self.a_come), b=self.bs, c=self.cs, a_scale=(), b_scale=(),
-            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=done,
+            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=memory.gather_done,
             outer=self.outer, inner=inner, k=(k,), n=self.widths, rank=memory.rank, world=memory.world,
             chunk_size=transport.chunk_rows, own_tiles=1, value=1,
         )  # fmt: skip
         self.launch = prepare_gemm(
             args.listed(memory.dummy), programs, shares, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype,
             gathers=True, scale_travels=self.scale_travels, inbox=inbox, clears=transport.gemm_clears,
-            stamps=self.stamps is not None,
         )  # fmt: skip
         self.values = args.launched(memory.local.data_ptr())
         self.a_own, self.a_come = outlines((self.a_own, self.a_come))
@@ -217,18 +213,16 @@ class FusedScatter(PushedScatter):
         tile_count = world * row_tiles * -(-n // tiles.block_n)
         programs = grid(tile_count, programs)
         shares = _shares(tile_count, programs, memory.world)
-        self.stamps = new_table(call.op, memory, tile_count, first=1)
-        done = memory.scatter_done if self.stamps is None else self.stamps.done
         args = GemmArguments(
             a=self.a_like, b=self.b_like, c=(self.c_like,), a_scale=(), b_scale=(),
-            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=done,
+            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=memory.scatter_done,
             outer=self.outer, inner=inner, k=depths, n=(n,), rank=memory.rank, world=world,
             chunk_size=self.chunks.tiles, own_tiles=self.own.tiles, value=1,
         )  # fmt: skip
         modes = [scale_mode(scales[0] if scales else None) for scales in (call.a_scales, call.b_scales)]
         self.launch = prepare_gemm(
             args.listed(memory.dummy), programs, shares, tiles, call.b_parts, bias, (modes[0], modes[1]),
-            self.wire_dtype, gathers=False, stamps=self.stamps is not None, rounded=call.matmul_dtype,
+            self.wire_dtype, gathers=False, rounded=call.matmul_dtype,
             factor=call.gemm_factor or 1.0,
         )  # fmt: skip
         self.values = args.launched(memory.local.data_ptr())

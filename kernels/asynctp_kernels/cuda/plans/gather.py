@@ -23,7 +23,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from asynctp_kernels.compat import new_tensors
 from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.cublas import matmul
@@ -32,7 +31,7 @@ from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.recordings import Work
-from asynctp_kernels.cuda.runtime.stamps import StampTable
+from asynctp_kernels.torch_private import new_tensors
 
 
 class GatherPlan(Implementation):
@@ -42,7 +41,7 @@ class GatherPlan(Implementation):
     has_full, has_numbers: the call makes memory for the gathered A, and numbers.
     waits_for_in_flight: it has to come after what is in flight, because its matmuls wait for kernels that then would
     find no room beside them. reads_landed: it reads words of chunks, which a gather in flight reads too, so it has to
-    come after that. stamps: of the GEMM's tiles, if they are asked for.
+    come after that.
     """
 
     uses_memory = True
@@ -50,7 +49,6 @@ class GatherPlan(Implementation):
     patience = 1
     waits_for_in_flight = False
     reads_landed = False
-    stamps: StampTable | None = None
 
     def __init__(self, call: GatherFacts, memory: GroupMemory, whole: bool) -> None:
         """whole: A call gathers all of A, and all numbers that travel, whether they are returned or not."""
@@ -119,8 +117,6 @@ class GatherPlan(Implementation):
 
     def make(self, stream: int, call: GatherTensors) -> None:
         """Enqueue the call, in its turn, or launch a recording of it."""
-        if self.stamps is not None:
-            self.stamps.begin(stream, self.memory.last)
 
         def enqueue(at: int, small: Sequence[Tensor] | None = None) -> None:
             self.enqueue(at, self.with_kernel_layout(call if small is None else call.with_small(small)))

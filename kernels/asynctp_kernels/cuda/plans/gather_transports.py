@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import new_tensors
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PULL, PUSH
 from asynctp_kernels.cuda.facts import GatherFacts
@@ -41,6 +40,7 @@ from asynctp_kernels.cuda.runtime.script import (
     pull_script,
     push_script,
 )
+from asynctp_kernels.torch_private import new_tensors
 
 KEEPERS = 64  # CTAs that copy what came to its place, beside matmuls
 

@@ -12,7 +12,7 @@ An all-reduce that is pushed is a scatter of equal runs of bytes, whose sums all
 in symmetric memory, too, from where the copy engines of the others pull it to where the result is. That is the place of
 the matmuls: where another rank's sum comes, its part was, and had been sent to it. All ranks pull at the same time, and
 in step. Shared slice by slice, while others still push, parts and sums get in each other's way on the links:
-`docs/explanation/results.md`.
+`docs/internals/measurements.md`.
 
 The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. But for NCCL the sum over
 ranks is in fp32, in rank order, rounded once: the same bits in every run. The data on its way has the dtype of the
@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import new_tensors
 from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PUSH
@@ -50,8 +49,8 @@ from asynctp_kernels.cuda.runtime.script import (
     share_script,
     summed_script,
 )
-from asynctp_kernels.cuda.runtime.stamps import StampTable
-from asynctp_kernels.layout import ShardLayout
+from asynctp_kernels.shard_layout import ShardLayout
+from asynctp_kernels.torch_private import new_tensors
 
 
 class ScatterPlan(Implementation):
@@ -60,14 +59,12 @@ class ScatterPlan(Implementation):
     uses_memory: calls take their turn in the group's memory. cublas, patience: see `Work`.
     in_place: the result takes the place of the sum of the matmuls.
     staging_shape, extra_shape: of the sum of the matmuls, and of one apart.
-    stamps: of the GEMM's tiles, if they are asked for.
     """
 
     uses_memory = True
     cublas = True
     patience = 1
     in_place = False
-    stamps: StampTable | None = None
     staging_shape: tuple[int, ...]
     extra_shape: tuple[int, ...]
 
@@ -158,8 +155,6 @@ class ScatterPlan(Implementation):
 
     def make(self, stream: int, call: ScatterTensors) -> None:
         """Enqueue the call, in its turn, or launch a recording of it."""
-        if self.stamps is not None:
-            self.stamps.begin(stream, self.memory.last)
 
         def enqueue(at: int, small: Sequence[Tensor] | None = None) -> None:
             self.enqueue(at, self.with_kernel_layout(call if small is None else call.with_small(small)))

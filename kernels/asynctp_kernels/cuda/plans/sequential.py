@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from asynctp_kernels.compat import gather_into, scatter_into
+from asynctp_kernels.cuda.checks import cublas_takes_gathered, cublas_takes_scattered
 from asynctp_kernels.cuda.choose import cost
 from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.choose.wire import PLAIN
 from asynctp_kernels.cuda.facts import Facts, GatherFacts, ReduceFacts
-from asynctp_kernels.cuda.legality import cublas_takes_gathered, cublas_takes_scattered
 from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.own_program import SequentialProgram
@@ -15,6 +14,7 @@ from asynctp_kernels.cuda.plans.scatter import WholeScatter
 from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.torch_private import gather_into, scatter_into
 
 
 def _cublas_and_nccl(call: Facts) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels import compat
+from asynctp_kernels import torch_private
 from asynctp_kernels.errors import SymmetricMemoryError
 
 T = TypeVar("T")
@@ -396,7 +396,7 @@ def record(stream: int, enqueue: Callable[[int], None]) -> Graph:
 
 def unrecordable() -> str | None:
     """The program's setting by which temporaries of a recording would not stay its own; None where they do."""
-    return compat.forgetful_allocator()
+    return torch_private.forgetful_allocator()
 
 
 def driver_version() -> int:
@@ -477,9 +477,9 @@ def new_torch_stream(device: torch.device, urgent: bool = True) -> torch.cuda.Ex
 
 
 #: the handle of the current stream of a GPU; the index of the current GPU; whether a CUDA graph is being captured
-current_stream: Callable[[int], int] = compat.current_raw_stream
-current_device: Callable[[], int | None] = compat.current_device
-capturing: Callable[[], bool] = compat.is_capturing
+current_stream: Callable[[int], int] = torch_private.current_raw_stream
+current_device: Callable[[], int | None] = torch_private.current_device
+capturing: Callable[[], bool] = torch_private.is_capturing
 
 
 def processors(index: int) -> int:
@@ -536,7 +536,7 @@ def reserve(device: torch.device, size: int) -> torch.Tensor:
     Raises:
         RuntimeError: The GPU has no room for it.
     """
-    memory = compat.symmetric_empty(size, device)
+    memory = torch_private.symmetric_empty(size, device)
     memory.zero_()
     torch.cuda.synchronize(device)
     return memory
@@ -548,5 +548,5 @@ def share(group: ProcessGroup, memory: torch.Tensor) -> tuple[torch.Tensor, obje
     Raises:
         RuntimeError: The GPUs of `group` cannot share memory.
     """
-    handle = compat.symmetric_rendezvous(memory, group)
+    handle = torch_private.symmetric_rendezvous(memory, group)
     return memory, handle, [int(address) for address in handle.buffer_ptrs]
