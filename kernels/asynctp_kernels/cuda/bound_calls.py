@@ -15,7 +15,7 @@ from torch import Tensor
 from asynctp_kernels.cuda.calls import made, plan_of
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.facts import as_rows, flat
-from asynctp_kernels.cuda.groups import in_step
+from asynctp_kernels.cuda.groups import fail_group_on_error
 from asynctp_kernels.cuda.plans.own_program import OwnProgram
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory
@@ -90,7 +90,7 @@ class BoundCall:
             operands = (a, bs, a_scale or (), scales, biases, last)
         memory.last_implementation = plan.name
         made[self._counted] += 1
-        found = in_step(memory, plan.run, *operands) if self._uses_memory else plan.run(*operands)
+        found = fail_group_on_error(memory, plan.run, *operands) if self._uses_memory else plan.run(*operands)
         return found.view(*a[0].shape[:-1], found.shape[-1]) if self._whole and a[0].ndim != 2 else found
 
     def holds(self) -> bool:

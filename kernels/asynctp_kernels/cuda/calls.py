@@ -18,10 +18,10 @@ from typing import Any
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.explanation import choice_for
 from asynctp_kernels.cuda.facts import as_rows, facts_of, flat, nonunit
-from asynctp_kernels.cuda.groups import in_step, memory_for
+from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
 from asynctp_kernels.cuda.implementations import make_plan
 from asynctp_kernels.cuda.moves import Mover, check_or_skip, check_taking_part
-from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
+from asynctp_kernels.cuda.plan_cache import MISSING, keys_of, store_plan
 from asynctp_kernels.cuda.plans.own_program import OwnProgram
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.torch_private import group_resolver
@@ -55,18 +55,20 @@ def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
     if memory is None:
         made[call.op, "sequential"] += 1
         check(call)
-        return program(call, Mover(group, call.kept, call.accord))
+        return program(call, Mover(group, call.kept_by_all, call.accord))
     operands, key = _of_gather(call, memory)
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
-        check_taking_part(partial(check, call), Mover(group, call.kept, call.accord), call.a_shard, call.travels)
-        plan = keep(memory, key, _plan(call, memory))
+        check_taking_part(
+            partial(check, call), Mover(group, call.kept_by_all, call.accord), call.a_shard, call.row_numbers
+        )
+        plan = store_plan(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:
-        return in_step(memory, plan.run, *operands)
+        return fail_group_on_error(memory, plan.run, *operands)
     if isinstance(plan, OwnProgram):
-        return program(call, Mover(group, call.kept, call.accord))
+        return program(call, Mover(group, call.kept_by_all, call.accord))
     return plan.run(*operands)
 
 
@@ -86,11 +88,11 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
         check_or_skip(partial(check, call), memory)
-        plan = keep(memory, key, _plan(call, memory))
+        plan = store_plan(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:
-        sums = in_step(memory, plan.run, *operands)
+        sums = fail_group_on_error(memory, plan.run, *operands)
     elif isinstance(plan, OwnProgram):
         return program(call, Mover(group, accord=call.accord))
     else:
@@ -109,10 +111,10 @@ def plan_of(call: Any, memory: GroupMemory) -> Any:
 def _of_gather(call: Any, memory: GroupMemory) -> tuple[Operands, Key]:
     """The operands that the plan of a call is run with, and all that decides which plan that is."""
     a_shard, a_scale, bs, b_scales = call.a_shard, call.a_scale, call.bs, call.b_scales or ()
-    biases, along = call.biases, call.along_shard
-    facts = keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along)
+    biases, along_shard = call.biases, call.along_shard
+    facts = keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along_shard)
     key = (call.values, memory.skipped, select.requested(), *facts)
-    return (a_shard, a_scale, bs, b_scales, biases, along), key
+    return (a_shard, a_scale, bs, b_scales, biases, along_shard), key
 
 
 def _of_reduction(call: Any, memory: GroupMemory) -> tuple[Operands, Key]:
@@ -129,7 +131,7 @@ def _of_reduction(call: Any, memory: GroupMemory) -> tuple[Operands, Key]:
 
 
 def _plan(call: Any, memory: GroupMemory) -> Any:
-    """The plan of a call; it is chosen not within `in_step`, since a refused call has not begun.
+    """The plan of a call; it is chosen not within `fail_group_on_error`, since a refused call has not begun.
 
     A rank that was asked for what it cannot run leaves the call out, and tells so by its next calls: peers may have
     made it.
@@ -140,4 +142,4 @@ def _plan(call: Any, memory: GroupMemory) -> Any:
     except RuntimeError:
         memory.skipped += 1
         raise
-    return in_step(memory, make_plan, facts, memory, choice)
+    return fail_group_on_error(memory, make_plan, facts, memory, choice)
