@@ -109,8 +109,8 @@ def _hoist(
     The fused op returns what is `held`, and `copies` are made of that.
     """
     lead, ends, side_gathers = products[0], products[0].ends, _side_gathers(region, used)
-    passenger = (
-        None if len(ends) > 1 or lead.matmul.scaled is None else _passenger(region, side_gathers, lead.placement)
+    row_numbers = (
+        None if len(ends) > 1 or lead.matmul.scaled is None else _row_numbers(region, side_gathers, lead.placement)
     )
     served = _served(region, [*side_gathers, *copies], held)
     others = [user for node, users in used.items() if region.home[node] not in served for user in users]
@@ -133,7 +133,7 @@ def _hoist(
         side_gathers=tuple(
             SideGather(one, region.twin(one), region.roots[one].outer, region.roots[one].block) for one in side_gathers
         ),
-        passenger=passenger,
+        row_numbers=row_numbers,
         kept=kept,
         overlapped_by=_matmuls_between(region, lead.matmul.node, kept),
     )
@@ -145,7 +145,7 @@ def _needed(region: ShardRegion, ends: Iterable[fx.Node]) -> set[fx.Node]:
     return {region.known[node] for node in above if node in region.known} & region.cross_rank.keys()
 
 
-def _passenger(region: ShardRegion, side_gathers: Sequence[fx.Node], data: GatherPlacement) -> fx.Node | None:
+def _row_numbers(region: ShardRegion, side_gathers: Sequence[fx.Node], data: GatherPlacement) -> fx.Node | None:
     """The first of small roots that has one fp32 number for each row of the data, in the rows' order; its twin."""
     for root in side_gathers if data.axis == "rows" else ():
         value, found = tensor_of(root), region.roots[root]

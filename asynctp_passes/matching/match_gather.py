@@ -19,7 +19,7 @@ from asynctp_passes.ir.sizes import product
 from asynctp_passes.layout.placement import GatherPlacement
 from asynctp_passes.layout.propagation import Propagation
 from asynctp_passes.matching import near_miss
-from asynctp_passes.matching.chains import Candidate, GatherChain, Passenger
+from asynctp_passes.matching.chains import Candidate, GatherChain, RowNumbers
 from asynctp_passes.matching.hoist import chains_of
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.missed_gather import missed_gather
@@ -133,7 +133,7 @@ def _joined(data: ShardRegion, chain: GatherChain) -> GatherChain:
     place, scaled = chain.placement, chain.matmuls[0].scaled
     if chain.hoist is not None or place.axis != "rows" or scaled is None:
         return chain
-    return _with_scales(data, chain, scaled) or _with_passenger(data, chain) or chain
+    return _with_scales(data, chain, scaled) or _with_row_numbers(data, chain) or chain
 
 
 def _with_scales(data: ShardRegion, chain: GatherChain, scaled: ScaledOptions) -> GatherChain | None:
@@ -153,7 +153,7 @@ def _with_scales(data: ShardRegion, chain: GatherChain, scaled: ScaledOptions) -
     return replace(chain, scale=scale, scale_placement=placement, views=context.sorted([*chain.views, *views]))
 
 
-def _with_passenger(data: ShardRegion, chain: GatherChain) -> GatherChain | None:
+def _with_row_numbers(data: ShardRegion, chain: GatherChain) -> GatherChain | None:
     """With a gather of one number per row, used only to scale the matmuls' results: it can travel with the data.
 
     The numbers come with the fused op then, so that nothing which that needs may be computed from them.
@@ -166,18 +166,18 @@ def _with_passenger(data: ShardRegion, chain: GatherChain) -> GatherChain | None
         if not followed or dtype_of(other.node) != torch.float32 or not _of_one_group(other, gather):
             continue
         region = ShardRegion(context, other)
-        passenger = _rows_that_scale(region, chain.placement, multiplications)
-        if passenger is None or any(context.depends(node, other.node) for node in needed):
+        row_numbers = _rows_that_scale(region, chain.placement, multiplications)
+        if row_numbers is None or any(context.depends(node, other.node) for node in needed):
             continue
         if data.late(other.source) is not None:
             continue
-        views = region.views_to([passenger.end])
+        views = region.views_to([row_numbers.end])
         if len({context.segments[node] for node in (*gather.nodes, *products, *other.nodes, *views)}) == 1:
-            return replace(chain, passenger=passenger, views=context.sorted([*chain.views, *views]))
+            return replace(chain, row_numbers=row_numbers, views=context.sorted([*chain.views, *views]))
     return None
 
 
-def _rows_that_scale(region: ShardRegion, data: GatherPlacement, multiplications: set[fx.Node]) -> Passenger | None:
+def _rows_that_scale(region: ShardRegion, data: GatherPlacement, multiplications: set[fx.Node]) -> RowNumbers | None:
     """A gather whose one view that is used, by `multiplications`, is one number per row of the data."""
     used = region.used_elsewhere(set())
     end, users = next(iter(used.items())) if len(used) == 1 else (None, ())
@@ -190,7 +190,7 @@ def _rows_that_scale(region: ShardRegion, data: GatherPlacement, multiplications
     if isinstance(numbers, Refusal):
         return None
     placement = placed_scales(region, end, numbers, ScalesOfA(), data)
-    return Passenger(region.gather, placement, end) if isinstance(placement, GatherPlacement) else None
+    return RowNumbers(region.gather, placement, end) if isinstance(placement, GatherPlacement) else None
 
 
 def _of_one_group(a: Collective, b: Collective) -> bool:

@@ -138,8 +138,8 @@ def cost_of(chain: Chain) -> Cost:
     """Bytes that a rank receives (gather), sends (scatter) or both (all-reduce) in the fused op, and its operations."""
     ranks, computed = chain.collective.group_size, _computed(chain.matmuls)
     if chain.hoist is not None:
-        travels = chain.hoist.travels
-        return replace(computed, comm_bytes=_sum(received_bytes(node, ranks) for node in travels))
+        gathered = chain.hoist.gathered
+        return replace(computed, comm_bytes=_sum(received_bytes(node, ranks) for node in gathered))
     own = bytes_of(chain.exchanged)
     if own is None or not ranks:
         return replace(computed, comm_bytes=None)

@@ -233,11 +233,11 @@ def _place_facts(chain: GatherChain) -> list[str]:
 def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:
     """The tensors that are gathered in its place and with it, each with the bytes that a rank receives."""
     gather, ranks = chain.collective.node, chain.collective.group_size
-    facts = [f"computed on the shard and gathered: {' and '.join(_amount(node, ranks) for node in hoist.travels)}"]
+    facts = [f"computed on the shard and gathered: {' and '.join(_amount(node, ranks) for node in hoist.gathered)}"]
     if hoist.cross_rank:
         found = ", ".join(f"{called_name(one.step.node)} {one.step.node.name}" for one in hoist.cross_rank)
         facts.append(f"over all ranks' rows, found by each rank in its own and gathered: {found}")
-    side_gathers = [one.node for one in hoist.side_gathers if one.root is not hoist.passenger]
+    side_gathers = [one.node for one in hoist.side_gathers if one.root is not hoist.row_numbers]
     if side_gathers:
         facts.append(f"gathered on their own: {', '.join(_amount(node, ranks) for node in side_gathers)}")
     if not hoist.kept:

@@ -48,12 +48,12 @@ def emit_gather(build: Builder, chain: GatherChain) -> fx.Node:
     if chain.returned is not None:
         _return_gathered(build, chain, chain.returned, build.call(operator.getitem, op, last))
         last += 1
-    passenger = None if chain.whole_passenger is None else build.call(operator.getitem, op, last)
-    if chain.passenger is not None and passenger is not None:
-        passenger = _rows_in_place(build, chain, passenger)
-        build.replace(chain.passenger.end, build.reshape(passenger, build.shape(chain.passenger.end)))
+    row_numbers = None if chain.gathered_row_numbers is None else build.call(operator.getitem, op, last)
+    if chain.row_numbers is not None and row_numbers is not None:
+        row_numbers = _rows_in_place(build, chain, row_numbers)
+        build.replace(chain.row_numbers.end, build.reshape(row_numbers, build.shape(chain.row_numbers.end)))
     if chain.hoist is not None:
-        finish_side_gathers(build, chain.hoist, side_gathers, passenger)
+        finish_side_gathers(build, chain.hoist, side_gathers, row_numbers)
     read_sizes_elsewhere(build, chain)
     return op
 
@@ -110,15 +110,17 @@ def _scales(
     b_scales = [column_scale(build, one) for one in scaled]
     how = [chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum]
     along = (
-        [] if chain.whole_passenger is None else [_passenger_part(build, chain, shard, parts[chain.whole_passenger])]
+        []
+        if chain.gathered_row_numbers is None
+        else [_part_of_row_numbers(build, chain, shard, parts[chain.gathered_row_numbers])]
     )
     return [a_scale, b_scales, *how, *along]
 
 
-def _passenger_part(build: Builder, chain: GatherChain, shard: fx.Node, part: fx.Node) -> fx.Node:
-    """The passenger's numbers, one per row in the shard's own dimensions."""
-    if chain.passenger is not None:
-        part = _part_as_sent(build, chain, build.rearranged(part, chain.passenger.placement.shard), 1)
+def _part_of_row_numbers(build: Builder, chain: GatherChain, shard: fx.Node, part: fx.Node) -> fx.Node:
+    """The row numbers, one per row in the shard's own dimensions."""
+    if chain.row_numbers is not None:
+        part = _part_as_sent(build, chain, build.rearranged(part, chain.row_numbers.placement.shard), 1)
     return build.reshape(part, [*build.shape(shard)[:-1], 1])
 
 
@@ -138,8 +140,8 @@ def _gather_scale(
     """The scale of A: one number, or per row or block in the shard's (or the gathered tensor's) own dimensions."""
     scaled, own = chain.matmuls[0].scaled, list(build.shape(shard))
     assert scaled is not None
-    if chain.whole_scale is not None and chain.scale_placement is not None:
-        part = build.bitcast(parts[chain.whole_scale], torch.float32)
+    if chain.gathered_scale is not None and chain.scale_placement is not None:
+        part = build.bitcast(parts[chain.gathered_scale], torch.float32)
         part = _part_as_sent(build, chain, build.rearranged(part, chain.scale_placement.shard), scaled.of_a.numbers)
         return build.reshape(part, shape_of_scales(own, scaled))
     if gather_dim < len(own) - 1:

@@ -70,7 +70,7 @@ def start_side_gathers(build: Builder, chain: GatherChain, parts: dict[fx.Node, 
     roots = (
         []
         if hoist is None
-        else dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.passenger)
+        else dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.row_numbers)
     )
     return {root: _start_gather(build, chain.collective, build.contiguous(parts[root]), root) for root in roots}
 
@@ -84,7 +84,7 @@ def _start_gather(build: Builder, gather: Collective, part: fx.Node, like: fx.No
 
 
 def finish_side_gathers(
-    build: Builder, hoist: Hoist, started: dict[fx.Node, fx.Node], passenger: fx.Node | None
+    build: Builder, hoist: Hoist, started: dict[fx.Node, fx.Node], row_numbers: fx.Node | None
 ) -> None:
     """Wait for small tensors after the fused op, and give them to their users; equal ones do not share memory."""
     first = len(build.made)
@@ -92,8 +92,8 @@ def finish_side_gathers(
     for one in hoist.side_gathers:
         if one.root in done:
             whole = build.call(_aten.clone.default, build.reshape(done[one.root], build.shape(one.node)))
-        elif one.root is hoist.passenger and passenger is not None:
-            whole = done[one.root] = build.reshape(passenger, build.shape(one.node))
+        elif one.root is hoist.row_numbers and row_numbers is not None:
+            whole = done[one.root] = build.reshape(row_numbers, build.shape(one.node))
         else:
             whole = done[one.root] = _ranks_in_place(build, one, started[one.root])
         build.replace(one.node, whole)

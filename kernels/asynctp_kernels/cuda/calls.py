@@ -50,7 +50,7 @@ def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
     """
     group = call.group_name if not isinstance(call.group_name, str) else group_resolver()(call.group_name)
     a_shard, a_scale, bs, b_scales = call.a_shard, call.a_scale, call.bs, call.b_scales or ()
-    biases, along = call.biases, call.along_shard
+    biases, along_shard = call.biases, call.along_shard
     memory = memory_for(group, a_shard.device)
     if memory is None:
         made[call.op, "sequential"] += 1
@@ -58,19 +58,19 @@ def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
         return program(call, Mover(group, call.kept, call.accord))
     key = (
         call.values, memory.skipped, select.requested(),
-        *keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along),
+        *keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along_shard),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
-        check_taking_part(partial(check, call), Mover(group, call.kept, call.accord), a_shard, call.travels)
+        check_taking_part(partial(check, call), Mover(group, call.kept, call.accord), a_shard, call.row_numbers)
         plan = keep(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:
-        return in_step(memory, plan.run, a_shard, a_scale, bs, b_scales, biases, along)
+        return in_step(memory, plan.run, a_shard, a_scale, bs, b_scales, biases, along_shard)
     if isinstance(plan, OwnProgram):
         return program(call, Mover(group, call.kept, call.accord))
-    return plan.run(a_shard, a_scale, bs, b_scales, biases, along)
+    return plan.run(a_shard, a_scale, bs, b_scales, biases, along_shard)
 
 
 def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:

@@ -82,7 +82,7 @@ class GatherFacts:
         return self.out_dtype or (torch.int32 if self.a_shard.dtype == torch.int8 else self.a_shard.dtype)
 
     @property
-    def travels(self) -> Tensor | None:
+    def row_numbers(self) -> Tensor | None:
         """The numbers that are gathered with the shard: its scales by rows or by blocks, or what is only returned."""
         return self.a_scale if self.gather_a_scale else self.along_shard
 
@@ -103,7 +103,7 @@ class GatherFacts:
     def wire(self) -> Wire:
         """The facts of it that all ranks share."""
         own_bytes = self.a_shard.numel() * self.a_shard.itemsize
-        numbers = 0 if self.travels is None else 4 * self.travels.numel()
+        numbers = 0 if self.row_numbers is None else 4 * self.row_numbers.numel()
         return Wire("all_gather", self.world, own_bytes, number_bytes=numbers, kept=self.kept, accord=self.accord)
 
     @property

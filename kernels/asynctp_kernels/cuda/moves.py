@@ -49,27 +49,27 @@ class Mover:
     def __init__(self, group: ProcessGroup, kept: bool = False, accord: int = 0) -> None:
         self.group, self.world, self.kept, self.accord = group, group.size(), kept, accord
 
-    def gather(self, shard: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
+    def gather(self, shard: Tensor, row_numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
         """All ranks' shards, and float32 numbers, one after the other: [world, *shape] each."""
         memory = memory_for(self.group, shard.device)
         if memory is None or shard.numel() == 0:
             return None
-        flat, row = shard.view(1, -1), None if numbers is None else numbers.reshape(1, -1)
+        flat, row = shard.view(1, -1), None if row_numbers is None else row_numbers.reshape(1, -1)
         call = gather_call(flat, row, self.world, self.kept, self.accord)
         transport = call.wire.transport(select.requested())
         if transport == PLAIN:
-            return self._plainly(shard, numbers)
+            return self._plainly(shard, row_numbers)
         make: Any = DirectGather if transport == DIRECT else CopiedGather
         plan = _planned(memory, ("gather", self.kept, self.accord, *keys_of(flat, row)), lambda: make(call, memory))
-        whole, *all_numbers = in_step(memory, plan.run, flat, None, (), (), (), row)
+        whole, *all_row_numbers = in_step(memory, plan.run, flat, None, (), (), (), row)
         joined = whole.view(self.world, *shard.shape)
-        return joined, None if numbers is None else all_numbers[0].view(self.world, *numbers.shape)
+        return joined, None if row_numbers is None else all_row_numbers[0].view(self.world, *row_numbers.shape)
 
-    def _plainly(self, shard: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _plainly(self, shard: Tensor, row_numbers: Tensor | None) -> tuple[Tensor, Tensor | None]:
         def gathered(part: Tensor) -> Tensor:
             return all_gather(part.view(-1), self.group).view(self.world, *part.shape)
 
-        return gathered(shard), None if numbers is None else gathered(numbers.contiguous())
+        return gathered(shard), None if row_numbers is None else gathered(row_numbers.contiguous())
 
     def scatter(self, blocks: Tensor, reduce_op: str) -> Tensor | None:
         """This rank's part of the sum of all ranks' `blocks` [world, *shape]: [*shape]."""
@@ -248,12 +248,12 @@ def _wait_for(bulk: Bulk) -> None:
 
 
 # --- a call whose arguments are not valid ---------------------------------------------------------------------------
-def check_taking_part(check: Check, mover: Mover, shard: Tensor, numbers: Tensor | None) -> None:
+def check_taking_part(check: Check, mover: Mover, shard: Tensor, row_numbers: Tensor | None) -> None:
     """Check a gather. A rank whose matmuls cannot be made sends its shard all the same: its peers' calls are right."""
     try:
         check()
     except ValueError:
-        mover.gather(shard.contiguous(), numbers)
+        mover.gather(shard.contiguous(), row_numbers)
         raise
 
 

@@ -184,9 +184,9 @@ def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     return whole
 
 
-def gather_call(shard: Tensor, numbers: Tensor | None, world: int, kept: bool, accord: int = 0) -> GatherFacts:
+def gather_call(shard: Tensor, row_numbers: Tensor | None, world: int, kept: bool, accord: int = 0) -> GatherFacts:
     """A gather of shards like `shard` [m, *, n], and of numbers [1, count], with no matmul."""
-    return GatherFacts(shard, (), (), 0, True, world, along_shard=numbers, all_keep=kept, accord=accord)
+    return GatherFacts(shard, (), (), 0, True, world, along_shard=row_numbers, all_keep=kept, accord=accord)
 
 
 def scatter_call(
