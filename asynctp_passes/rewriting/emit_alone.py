@@ -28,10 +28,10 @@ from asynctp_passes.rewriting.cleanup import erase_unused, shared_by
 from asynctp_passes.rewriting.places import mark_items
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["IN_FLIGHT", "emit_alone", "emit_bucket", "emit_left_items", "leave_sms", "options_of"]
+__all__ = ["OWN_OPS", "emit_alone", "emit_bucket", "emit_left_items", "options_of", "use_own_op"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
-IN_FLIGHT = {
+OWN_OPS = {
     "all_gather": torch.ops.asynctp.all_gather.default,
     "reduce_scatter": torch.ops.asynctp.reduce_scatter.default,
     "all_reduce": torch.ops.asynctp.all_reduce.default,
@@ -77,11 +77,11 @@ def _emit(build: Builder, collective: Collective) -> None:
     state, node, value = build.state, collective.node, tensor_of(collective.node)
     torchs = op_name(node).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
     if collective.call is None and torchs and value is not None and symbolic_sizes.is_contiguous(value):
-        leave_sms(collective, options_of(state, collective, state.is_kept(collective)))
+        use_own_op(collective, options_of(state, collective, state.is_kept(collective)))
         return
     ours = state.plan.is_own(collective) and on_wire(collective)
     options = options_of(state, collective, state.is_kept(collective)) if ours else {}
-    op = (IN_FLIGHT if ours else _TORCHS)[collective.kind]
+    op = (OWN_OPS if ours else _TORCHS)[collective.kind]
     done = build.call(_c10d.wait_tensor.default, build.call(op, *_started_with(build, collective), **options))
     if collective.is_unused:
         return
@@ -119,7 +119,7 @@ def _as_it_was(build: Builder, collective: Collective, done: fx.Node) -> fx.Node
     return build.permute(build.contiguous(build.permute(done, axes)), back)
 
 
-def leave_sms(collective: Collective, options: Mapping[str, Any]) -> None:
+def use_own_op(collective: Collective, options: Mapping[str, Any]) -> None:
     """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it.
 
     options: See `options_of`.
@@ -127,7 +127,7 @@ def leave_sms(collective: Collective, options: Mapping[str, Any]) -> None:
     node, values = collective.node, arguments(collective.node)
     reduction = (collective.reduce_op,) if collective.kind != "all_gather" else ()
     size = (collective.group_size,) if collective.kind != "all_reduce" else ()
-    node.target = IN_FLIGHT[collective.kind]
+    node.target = OWN_OPS[collective.kind]
     node.args, node.kwargs = (values["input"], *reduction, *size, collective.group), dict(options)
     node.meta.pop("eager_input_vals", None)  # of torch's op: Inductor would lay out its inputs by them
 
@@ -161,7 +161,7 @@ def emit_bucket(state: RewriteState, bucket: Bucket, front: fx.Node) -> fx.Node:
     flat = [build.reshape(build.now(node), (length,)) for node, length in zip(bucket.inputs, lengths, strict=True)]
     joined, first = build.call(_aten.cat.default, flat), bucket.collective
     ours = state.plan.is_own(first) and on_wire(first)
-    op, options = (IN_FLIGHT["all_reduce"], options_of(state, first)) if ours else (_TORCHS["all_reduce"], {})
+    op, options = (OWN_OPS["all_reduce"], options_of(state, first)) if ours else (_TORCHS["all_reduce"], {})
     total = build.call(op, joined, first.reduce_op, first.group, computes=_like_first, **options)
     done = build.call(_c10d.wait_tensor.default, total, computes=_like_first)
     pieces = build.call(_aten.split_with_sizes.default, done, lengths)

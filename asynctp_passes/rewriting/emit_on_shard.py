@@ -17,7 +17,7 @@ from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import CrossRankReduction, GatherChain, Hoist, Part, SideGather
 from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.rewriting.builder import Builder
-from asynctp_passes.rewriting.emit_alone import IN_FLIGHT, leave_sms, options_of
+from asynctp_passes.rewriting.emit_alone import OWN_OPS, options_of, use_own_op
 from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = ["finish_side_gathers", "nodes_after_kept_gather", "parts_on_shard", "start_side_gathers"]
@@ -78,7 +78,7 @@ def start_side_gathers(build: Builder, chain: GatherChain, parts: dict[fx.Node, 
 def _start_gather(build: Builder, gather: Collective, part: fx.Node, like: fx.Node) -> fx.Node:
     """Start to gather small parts along dim 0, by the transport of the gather that they belong to."""
     ours = build.state.plan.is_own(gather) and on_wire(gather)
-    start = IN_FLIGHT["all_gather"] if ours else _c10d.all_gather_into_tensor.default
+    start = OWN_OPS["all_gather"] if ours else _c10d.all_gather_into_tensor.default
     options = options_of(build.state, gather) if ours else {}
     return build.call(start, part, gather.group_size, gather.group, like=like, **options)
 
@@ -117,7 +117,7 @@ def nodes_after_kept_gather(build: Builder, chain: GatherChain) -> set[fx.Node]:
     """
     gather, first = chain.collective, min(nodes_of(chain.matmuls))
     if is_only_awaited(gather):
-        leave_sms(gather, options_of(build.state, gather))
+        use_own_op(gather, options_of(build.state, gather))
     late = {*gather.waits, *build.late}
 
     def comes_late(node: fx.Node) -> bool:

@@ -34,7 +34,7 @@ from asynctp_passes.matching.near_miss import to_register
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning import cost_model
 from asynctp_passes.rewriting import toposort
-from asynctp_passes.rewriting.emit_alone import IN_FLIGHT, leave_sms
+from asynctp_passes.rewriting.emit_alone import OWN_OPS, use_own_op
 from asynctp_passes.torch_private import dynamo, inductor_options, inductor_order
 
 __all__ = ["Moves", "keep_order", "put_in_program_order", "schedule"]
@@ -87,7 +87,7 @@ def schedule(
     _restore_order(graph, segment, moves.early)
     _delay(graph, moves.late, segment)
     for collective, products, options in moves.beside:
-        leave_sms(collective, options)
+        use_own_op(collective, options)
         _overlap(collective, products)
     used = live(graph)
     flops = {node: cost_model.work_of(node) for node in used if is_matmul(node)}
@@ -275,7 +275,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 def _in_flight(alone: Iterable[Kept], nodes: Container[fx.Node]) -> list[Kept]:
     """The collectives that leave the SMs to what runs beside them, with those of their waits that there still are."""
     living = ((replace(one, waits=tuple(wait for wait in one.waits if wait in nodes)), op) for one, op in alone)
-    return [(one, op) for one, op in living if one.waits and one.node.target in IN_FLIGHT.values()]
+    return [(one, op) for one, op in living if one.waits and one.node.target in OWN_OPS.values()]
 
 
 def _run_beside(flying: Iterable[Kept], flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]) -> None:
