@@ -18,7 +18,7 @@ from typing import Any
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.explanation import choice_for
 from asynctp_kernels.cuda.facts import as_rows, facts_of, flat, nonunit
-from asynctp_kernels.cuda.groups import in_step, memory_for
+from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
 from asynctp_kernels.cuda.implementations import make_plan
 from asynctp_kernels.cuda.moves import Mover, check_or_skip, check_taking_part
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
@@ -67,7 +67,7 @@ def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:
-        return in_step(memory, plan.run, a_shard, a_scale, bs, b_scales, biases, along_shard)
+        return fail_group_on_error(memory, plan.run, a_shard, a_scale, bs, b_scales, biases, along_shard)
     if isinstance(plan, OwnProgram):
         return program(call, Mover(group, call.kept, call.accord))
     return plan.run(a_shard, a_scale, bs, b_scales, biases, along_shard)
@@ -104,7 +104,7 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:
-        sums = in_step(memory, plan.run, *operands)
+        sums = fail_group_on_error(memory, plan.run, *operands)
     elif isinstance(plan, OwnProgram):
         return program(call, Mover(group, accord=call.accord))
     else:
@@ -114,7 +114,7 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
 
 
 def _plan(call: Any, memory: GroupMemory) -> Any:
-    """The plan of a call; it is chosen not within `in_step`, since a refused call has not begun.
+    """The plan of a call; it is chosen not within `fail_group_on_error`, since a refused call has not begun.
 
     A rank that was asked for what it cannot run leaves the call out, and tells so by its next calls: peers may have
     made it.
@@ -125,4 +125,4 @@ def _plan(call: Any, memory: GroupMemory) -> Any:
     except RuntimeError:
         memory.skipped += 1
         raise
-    return in_step(memory, make_plan, facts, memory, choice)
+    return fail_group_on_error(memory, make_plan, facts, memory, choice)

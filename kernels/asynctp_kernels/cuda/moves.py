@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN
 from asynctp_kernels.cuda.facts import ReduceFacts
-from asynctp_kernels.cuda.groups import in_step, memory_for
+from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
 from asynctp_kernels.cuda.plans.collectives import (
     Bulk,
@@ -61,7 +61,7 @@ class Mover:
             return self._plainly(shard, row_numbers)
         make: Any = DirectGather if transport == DIRECT else CopiedGather
         plan = _planned(memory, ("gather", self.kept, self.accord, *keys_of(flat, row)), lambda: make(call, memory))
-        whole, *all_row_numbers = in_step(memory, plan.run, flat, None, (), (), (), row)
+        whole, *all_row_numbers = fail_group_on_error(memory, plan.run, flat, None, (), (), (), row)
         joined = whole.view(self.world, *shard.shape)
         return joined, None if row_numbers is None else all_row_numbers[0].view(self.world, *row_numbers.shape)
 
@@ -107,8 +107,8 @@ class Mover:
         if plan is None:
             return None
         if not isinstance(plan, BulkScatter):
-            return in_step(memory, plan.reduce, seen)
-        bulk = in_step(memory, plan.start_bulk, seen)
+            return fail_group_on_error(memory, plan.reduce, seen)
+        bulk = fail_group_on_error(memory, plan.start_bulk, seen)
         _wait_for(bulk)
         return bulk.result
 
@@ -133,7 +133,7 @@ def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T], c
     if plan is MISSING:
         if check is not None:
             check_or_skip(check, memory)
-        plan = keep(memory, key, in_step(memory, make))
+        plan = keep(memory, key, fail_group_on_error(memory, make))
     return plan  # type: ignore[no-any-return]
 
 
@@ -172,12 +172,12 @@ def run_bulk_gather(
     if plan is None:
         check_taking_part(check, Mover(group, kept, accord), shard, None)
         make: Any = DirectGather if transport == DIRECT else BulkGather
-        plan = keep(memory, key, in_step(memory, make, call, memory))
+        plan = keep(memory, key, fail_group_on_error(memory, make, call, memory))
     memory.last_implementation = plan.name
     if transport == DIRECT:
-        whole: Tensor = in_step(memory, plan.run, rows, None, (), (), ())[0]
+        whole: Tensor = fail_group_on_error(memory, plan.run, rows, None, (), (), ())[0]
         return whole if shard.ndim > 1 else whole.view(-1)
-    bulk: Bulk = in_step(memory, plan.start_bulk, rows)
+    bulk: Bulk = fail_group_on_error(memory, plan.start_bulk, rows)
     return _waited(bulk, bulk.result if shard.ndim > 1 else bulk.result.view(-1))
 
 
@@ -211,9 +211,9 @@ def run_bulk_scatter(
         return None
     memory.last_implementation = plan.name
     if isinstance(plan, DirectSum):
-        part: Tensor = in_step(memory, plan.reduce, rows)
+        part: Tensor = fail_group_on_error(memory, plan.reduce, rows)
         return part if whole.ndim > 1 else part.view(-1)
-    bulk: Bulk = in_step(memory, plan.start_bulk, rows.clone() if copy else rows)
+    bulk: Bulk = fail_group_on_error(memory, plan.start_bulk, rows.clone() if copy else rows)
     return _waited(bulk, bulk.result if whole.ndim > 1 else bulk.result.view(-1))
 
 
