@@ -81,7 +81,7 @@ def compares_calls(world_size: int) -> tuple[str, str]:
     cuda = _cuda()
     if cuda is None:
         return "triton is missing", ""
-    reason, alike = cuda.outlook(world_size, torch.cuda.current_device())
+    reason, alike = cuda.memory_outlook(world_size, torch.cuda.current_device())
     return reason, alike
 
 

@@ -54,7 +54,7 @@ def _new_memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None
     return None
 
 
-def outlook(world: int, index: int) -> tuple[str, str]:
+def memory_outlook(world: int, index: int) -> tuple[str, str]:
     """Whether a group of so many ranks will have memory, as far as this rank can tell alone, on GPU `index`.
 
     Returns:
