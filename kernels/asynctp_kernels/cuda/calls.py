@@ -21,7 +21,7 @@ from asynctp_kernels.cuda.facts import as_rows, facts_of, flat, nonunit
 from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
 from asynctp_kernels.cuda.implementations import make_plan
 from asynctp_kernels.cuda.moves import Mover, check_or_skip, check_taking_part
-from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
+from asynctp_kernels.cuda.plan_cache import MISSING, keys_of, store_plan
 from asynctp_kernels.cuda.plans.own_program import OwnProgram
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.torch_private import group_resolver
@@ -63,7 +63,7 @@ def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
         check_taking_part(partial(check, call), Mover(group, call.kept, call.accord), a_shard, call.row_numbers)
-        plan = keep(memory, key, _plan(call, memory))
+        plan = store_plan(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:
@@ -100,7 +100,7 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
         check_or_skip(partial(check, call), memory)
-        plan = keep(memory, key, _plan(call, memory))
+        plan = store_plan(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:

@@ -12,7 +12,7 @@ from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN
 from asynctp_kernels.cuda.facts import ReduceFacts
 from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
-from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
+from asynctp_kernels.cuda.plan_cache import MISSING, keys_of, store_plan
 from asynctp_kernels.cuda.plans.collectives import (
     Bulk,
     BulkGather,
@@ -133,7 +133,7 @@ def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T], c
     if plan is MISSING:
         if check is not None:
             check_or_skip(check, memory)
-        plan = keep(memory, key, fail_group_on_error(memory, make))
+        plan = store_plan(memory, key, fail_group_on_error(memory, make))
     return plan  # type: ignore[no-any-return]
 
 
@@ -172,7 +172,7 @@ def run_bulk_gather(
     if plan is None:
         check_taking_part(check, Mover(group, kept, accord), shard, None)
         make: Any = DirectGather if transport == DIRECT else BulkGather
-        plan = keep(memory, key, fail_group_on_error(memory, make, call, memory))
+        plan = store_plan(memory, key, fail_group_on_error(memory, make, call, memory))
     memory.last_implementation = plan.name
     if transport == DIRECT:
         whole: Tensor = fail_group_on_error(memory, plan.run, rows, None, (), (), ())[0]
@@ -244,7 +244,7 @@ def _wait_for(bulk: Bulk) -> None:
     stream = driver.current_stream(bulk.source.device.index)
     driver.wait_event(stream, bulk.done)
     if stream != bulk.stream:  # the allocator would hand it out again on its own stream, which does not wait
-        driver.keep(bulk.source)
+        driver.record_stream(bulk.source)
 
 
 # --- a call whose arguments are not valid ---------------------------------------------------------------------------
