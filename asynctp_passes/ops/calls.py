@@ -82,7 +82,7 @@ class GatherCall(NamedTuple):
         return self.a_scale if self.gather_a_scale else self.along_shard
 
     @property
-    def kept(self) -> bool:
+    def kept_by_all(self) -> bool:
         """Every rank keeps the gathered A."""
         return self.return_a_full if self.all_keep is None else self.all_keep
 

@@ -35,7 +35,7 @@ class RewriteState:
         plan: All that is done to it.
         sizes: The sizes of its tensors.
         segment: Between which in-place operations each node belongs, new ones too.
-        kept: The gathers that every rank keeps.
+        kept_by_all: The gathers that every rank keeps.
         moved: The node that stands for one that was replaced: the result of one chain is often the input of the next.
         items: For the tensors of collectives of several, the marks of their places.
         fused: The fused op of each collective and matmul that became part of one.
@@ -46,7 +46,7 @@ class RewriteState:
     plan: Plan
     sizes: Sizes
     segment: dict[fx.Node, int]
-    kept: frozenset[fx.Node]
+    kept_by_all: frozenset[fx.Node]
     moved: dict[fx.Node, fx.Node] = field(default_factory=dict)
     items: dict[fx.Node, fx.Node] = field(default_factory=dict)
     fused: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -55,12 +55,12 @@ class RewriteState:
     @classmethod
     def of(cls, graph: fx.Graph, plan: Plan) -> RewriteState:
         """The state before the first edit."""
-        kept = frozenset(gather.node for gather in plan.kept)
-        return cls(graph, plan, plan.context.sizes, segments(graph), kept)
+        kept_by_all = frozenset(gather.node for gather in plan.kept_by_all)
+        return cls(graph, plan, plan.context.sizes, segments(graph), kept_by_all)
 
-    def is_kept(self, collective: Collective) -> bool:
+    def is_kept_by_all(self, collective: Collective) -> bool:
         """True for a gather that every rank keeps."""
-        return collective.node in self.kept
+        return collective.node in self.kept_by_all
 
 
 class Builder:

@@ -77,10 +77,10 @@ def _emit(build: Builder, collective: Collective) -> None:
     state, node, value = build.state, collective.node, tensor_of(collective.node)
     torchs = op_name(node).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
     if collective.call is None and torchs and value is not None and symbolic_sizes.is_contiguous(value):
-        use_own_op(collective, options_of(state, collective, state.is_kept(collective)))
+        use_own_op(collective, options_of(state, collective, state.is_kept_by_all(collective)))
         return
     ours = state.plan.is_own(collective) and on_wire(collective)
-    options = options_of(state, collective, state.is_kept(collective)) if ours else {}
+    options = options_of(state, collective, state.is_kept_by_all(collective)) if ours else {}
     op = (OWN_OPS if ours else _TORCHS)[collective.kind]
     done = build.call(_c10d.wait_tensor.default, build.call(op, *_started_with(build, collective), **options))
     if collective.is_unused:

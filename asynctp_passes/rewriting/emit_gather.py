@@ -91,7 +91,7 @@ def _call_gather(
     bs, biases = [right_operand(build, matmul) for matmul in matmuls], [row_bias(build, matmul) for matmul in matmuls]
     ending = (chain.returned is not None, gather.group_size, gather.group)
     scales = _scales(build, chain, shard, gather_dim, parts)
-    options = options_of(build.state, gather, build.state.is_kept(gather))
+    options = options_of(build.state, gather, build.state.is_kept_by_all(gather))
     op = torch.ops.asynctp.all_gather_matmul.default
     return build.call(op, shard, bs, biases, gather_dim, *ending, *scales, **options)
 

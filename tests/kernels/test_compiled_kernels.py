@@ -527,7 +527,7 @@ def test_stage_kernel_that_keeps_the_shard(
 ) -> None:
     """What is read once goes to two places, wherever those are; still small enough for room beside the GEMM."""
     with machine(rank=rank, world=2) as here:
-        collectives.BulkGather(collectives.gather_call(tensor(*shape), None, 2, kept=True), here.memory)
+        collectives.BulkGather(collectives.gather_call(tensor(*shape), None, 2, kept_by_all=True), here.memory)
         kernel = compiled(here.prepared[-1], tmp_path)
     check_small(kernel, registers=REGISTERS_BESIDE)
     assert kernel.shared <= BESIDE_SHARED

@@ -55,21 +55,21 @@ def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
     if memory is None:
         made[call.op, "sequential"] += 1
         check(call)
-        return program(call, Mover(group, call.kept, call.accord))
+        return program(call, Mover(group, call.kept_by_all, call.accord))
     key = (
         call.values, memory.skipped, select.requested(),
         *keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along_shard),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
-        check_taking_part(partial(check, call), Mover(group, call.kept, call.accord), a_shard, call.row_numbers)
+        check_taking_part(partial(check, call), Mover(group, call.kept_by_all, call.accord), a_shard, call.row_numbers)
         plan = store_plan(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:
         return fail_group_on_error(memory, plan.run, a_shard, a_scale, bs, b_scales, biases, along_shard)
     if isinstance(plan, OwnProgram):
-        return program(call, Mover(group, call.kept, call.accord))
+        return program(call, Mover(group, call.kept_by_all, call.accord))
     return plan.run(a_shard, a_scale, bs, b_scales, biases, along_shard)
 
 

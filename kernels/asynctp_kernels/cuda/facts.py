@@ -72,7 +72,7 @@ class GatherFacts:
         return "all_gather_matmul" if self.bs else "all_gather"
 
     @property
-    def kept(self) -> bool:
+    def kept_by_all(self) -> bool:
         """Every rank keeps the gathered A, whether it returns it or not."""
         return self.return_a_full if self.all_keep is None else self.all_keep
 
@@ -104,7 +104,9 @@ class GatherFacts:
         """The facts of it that all ranks share."""
         own_bytes = self.a_shard.numel() * self.a_shard.itemsize
         numbers = 0 if self.row_numbers is None else 4 * self.row_numbers.numel()
-        return Wire("all_gather", self.world, own_bytes, number_bytes=numbers, kept=self.kept, accord=self.accord)
+        return Wire(
+            "all_gather", self.world, own_bytes, number_bytes=numbers, kept_by_all=self.kept_by_all, accord=self.accord
+        )
 
     @property
     def scaling(self) -> Scaling | None:

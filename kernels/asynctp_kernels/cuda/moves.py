@@ -42,12 +42,12 @@ class Mover:
 
     Args:
         group: The group.
-        kept: Every rank keeps what is gathered.
+        kept_by_all: Every rank keeps what is gathered.
         accord: See `Wire`.
     """
 
-    def __init__(self, group: ProcessGroup, kept: bool = False, accord: int = 0) -> None:
-        self.group, self.world, self.kept, self.accord = group, group.size(), kept, accord
+    def __init__(self, group: ProcessGroup, kept_by_all: bool = False, accord: int = 0) -> None:
+        self.group, self.world, self.kept_by_all, self.accord = group, group.size(), kept_by_all, accord
 
     def gather(self, shard: Tensor, row_numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
         """All ranks' shards, and float32 numbers, one after the other: [world, *shape] each."""
@@ -55,12 +55,14 @@ class Mover:
         if memory is None or shard.numel() == 0:
             return None
         flat, row = shard.view(1, -1), None if row_numbers is None else row_numbers.reshape(1, -1)
-        call = gather_call(flat, row, self.world, self.kept, self.accord)
+        call = gather_call(flat, row, self.world, self.kept_by_all, self.accord)
         transport = call.wire.transport(select.requested())
         if transport == PLAIN:
             return self._plainly(shard, row_numbers)
         make: Any = DirectGather if transport == DIRECT else CopiedGather
-        plan = _planned(memory, ("gather", self.kept, self.accord, *keys_of(flat, row)), lambda: make(call, memory))
+        plan = _planned(
+            memory, ("gather", self.kept_by_all, self.accord, *keys_of(flat, row)), lambda: make(call, memory)
+        )
         whole, *all_row_numbers = fail_group_on_error(memory, plan.run, flat, None, (), (), (), row)
         joined = whole.view(self.world, *shard.shape)
         return joined, None if row_numbers is None else all_row_numbers[0].view(self.world, *row_numbers.shape)
@@ -143,15 +145,15 @@ def run_bulk_gather(
     group_size: int,
     group: ProcessGroup,
     check: Check,
-    kept: bool = True,
+    kept_by_all: bool = True,
     copy: bool = False,
     accord: int = 0,
 ) -> Tensor | None:
     """all_gather(shard, dim 0), unwaited: `_c10d_functional.wait_tensor` completes it. None: use NCCL.
 
-    kept: every rank of the group keeps what is gathered. copy: the shard may be written to once this has returned, as
-    ordered on the current stream. accord: see `Wire`. `check` validates the arguments; it is called once per plan, not
-    once per call, and not before None is given.
+    kept_by_all: every rank of the group keeps what is gathered. copy: the shard may be written to once this has
+    returned, as ordered on the current stream. accord: see `Wire`. `check` validates the arguments; it is called once
+    per plan, not once per call, and not before None is given.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
@@ -161,16 +163,16 @@ def run_bulk_gather(
         return None
     shard = shard.contiguous()
     rows = shard if shard.ndim > 1 else shard.unsqueeze(1)
-    call = gather_call(rows, None, memory.world, kept, accord)
+    call = gather_call(rows, None, memory.world, kept_by_all, accord)
     transport = call.wire.transport(select.requested())
     if transport == PLAIN:
         return None
     if copy and transport != DIRECT:  # that one is complete on the current stream
         rows = rows.clone()
-    key = ("bulk gather", memory.skipped, kept, accord, group_size, select.requested(), *keys_of(rows))
+    key = ("bulk gather", memory.skipped, kept_by_all, accord, group_size, select.requested(), *keys_of(rows))
     plan: Any = memory.plans.get(key)
     if plan is None:
-        check_taking_part(check, Mover(group, kept, accord), shard, None)
+        check_taking_part(check, Mover(group, kept_by_all, accord), shard, None)
         make: Any = DirectGather if transport == DIRECT else BulkGather
         plan = store_plan(memory, key, fail_group_on_error(memory, make, call, memory))
     memory.last_implementation = plan.name

@@ -68,7 +68,7 @@ class Wire:
         dtype: Of what is reduced; None of a gather, which only moves bytes.
         reduce_op: "sum" or "avg", of an all-reduce also "max" or "min"; "" of a gather.
         number_bytes: Of the float32 numbers that travel with a shard.
-        kept: Of a gather that every rank keeps.
+        kept_by_all: Of a gather that every rank keeps.
         skipped: Calls of the group that this rank has left out, since they ended with an error.
         accord: What all ranks have agreed that the call's graph does otherwise than its program; 0: nothing.
     """
@@ -79,14 +79,14 @@ class Wire:
     dtype: torch.dtype | None = None
     reduce_op: str = ""
     number_bytes: int = 0
-    kept: bool = False
+    kept_by_all: bool = False
     skipped: int = 0
     accord: int = 0
 
     def transport(self, forced: str | None = None) -> str:
         """How the data travels. `forced`: an implementation that all ranks have asked for."""
         found = self._transport(forced)
-        return PULL if found == PUSH and self.kept else found
+        return PULL if found == PUSH and self.kept_by_all else found
 
     def _transport(self, forced: str | None) -> str:
         whole, limit = self.whole, ALL_REDUCE_LIMIT if self.kind == "all_reduce" else DIRECT_LIMIT
@@ -129,7 +129,7 @@ class Wire:
         """
         kind = "" if self.dtype is None else f" of {str(self.dtype).removeprefix('torch.')}, {self.reduce_op}"
         numbers = f" and {self.number_bytes} bytes of scales" if self.number_bytes else ""
-        kept = ", kept by every rank" if self.kept else ""
+        kept = ", kept by every rank" if self.kept_by_all else ""
         skipped = f", after {self.skipped} calls that ended with an error there" if self.skipped else ""
         accord = f", of accord {self.accord}" if self.accord else ""
         return f"{self.kind} ({self.bytes} bytes a rank{kind}{numbers}{kept}{skipped}{accord})"
