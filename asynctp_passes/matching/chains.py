@@ -137,7 +137,7 @@ class Hoist:
         inside: All that is computed from the gathered tensor by such ops; without users, it goes.
         side_gathers: Small tensors that others use, each gathered on its own.
         row_numbers: The root of those that has one fp32 number per row, which travels with the operand instead.
-        kept: Other users of what is computed from the gathered tensor; for them the original gather stays.
+        still_needed_by: Other users of what is computed from the gathered tensor; for them the original gather stays.
         overlapped_by: The matmuls after the fused op that run before the first of those users, beside that gather.
     """
 
@@ -149,7 +149,7 @@ class Hoist:
     copies: tuple[fx.Node, ...] = ()
     side_gathers: tuple[SideGather, ...] = ()
     row_numbers: fx.Node | None = None
-    kept: tuple[fx.Node, ...] = ()
+    still_needed_by: tuple[fx.Node, ...] = ()
     overlapped_by: tuple[fx.Node, ...] = ()
 
     @property

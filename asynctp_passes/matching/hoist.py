@@ -119,7 +119,7 @@ def _hoist(
     )
     cross_rank = {one: equal for one, equal in region.cross_rank.items() if one in needed or not others}
     left = [node for one, equal in region.cross_rank.items() if one not in cross_rank for node in equal]
-    kept = region.context.sorted([*others, *left])
+    still_needed_by = region.context.sorted([*others, *left])
     sources = [source for one in cross_rank for source in region.sources(one)]
     return Hoist(
         steps=tuple(_step(region, root) for root in roots_above(region, [*ends, *side_gathers, *sources])),
@@ -134,8 +134,8 @@ def _hoist(
             SideGather(one, region.twin(one), region.roots[one].outer, region.roots[one].block) for one in side_gathers
         ),
         row_numbers=row_numbers,
-        kept=kept,
-        overlapped_by=_matmuls_between(region, lead.matmul.node, kept),
+        still_needed_by=still_needed_by,
+        overlapped_by=_matmuls_between(region, lead.matmul.node, still_needed_by),
     )
 
 
@@ -199,9 +199,9 @@ def _served(region: ShardRegion, side_gathers: Sequence[fx.Node], held: Containe
     return served
 
 
-def _matmuls_between(region: ShardRegion, first: fx.Node, kept: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+def _matmuls_between(region: ShardRegion, first: fx.Node, still_needed_by: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     """The matmuls after `first` that run before the first user of the kept gather."""
-    if not kept:
+    if not still_needed_by:
         return ()
     order = region.context.order
-    return tuple(node for node in region.context.nodes[order[first] + 1 : order[kept[0]]] if is_matmul(node))
+    return tuple(node for node in region.context.nodes[order[first] + 1 : order[still_needed_by[0]]] if is_matmul(node))

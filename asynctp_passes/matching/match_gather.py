@@ -112,10 +112,13 @@ def _left_out(
     context: MatchContext, chain: GatherChain, products: Iterable[PlacedMatmul], missed: Mapping[fx.Node, Refusal]
 ) -> tuple[str, ...]:
     """Notes on other matmuls of the gathered tensor, which the fused op returns to them unless its gather stays."""
-    fused, kept = {matmul.node for matmul in chain.matmuls}, () if chain.hoist is None else chain.hoist.kept
-    others = [one.matmul.node for one in products if one.matmul.node not in fused and one.matmul.node not in kept]
+    fused, use_gather = (
+        {matmul.node for matmul in chain.matmuls},
+        () if chain.hoist is None else chain.hoist.still_needed_by,
+    )
+    others = [one.matmul.node for one in products if one.matmul.node not in fused and one.matmul.node not in use_gather]
     takers = [*others, *(node for node, refusal in missed.items() if refusal.reason.serves_others)]
-    gradients = [node.name for node in context.sorted(takers) if contracts_rows(node) and node not in kept]
+    gradients = [node.name for node in context.sorted(takers) if contracts_rows(node) and node not in use_gather]
     views = set(context.propagation_of(chain.collective).all_users())
     notes = [
         f"{node.name}{'' if node in views else ', of what is computed from it,'} stays a matmul of its own"

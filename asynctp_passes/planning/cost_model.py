@@ -170,8 +170,8 @@ def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:
         return False
     if moved is None or before is None:
         moved, before = _itemsize(hoist.operand), _itemsize(chain.collective.node)
-    if not hoist.kept or moved >= before:
-        return moved < before or (moved == before and not hoist.kept)
+    if not hoist.still_needed_by or moved >= before:
+        return moved < before or (moved == before and not hoist.still_needed_by)
     estimate = _until_first_use(chain, hoist).estimate_us(machine)
     return not estimate or estimate["comm"] <= estimate["matmul"]
 

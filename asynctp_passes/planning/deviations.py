@@ -171,7 +171,7 @@ class Words:
         extra = [f"over all ranks {told(one.step.node)}" for one in hoist.cross_rank]
         roots = dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.row_numbers)
         extra += [f"apart {told(root)}" for root in roots]
-        extra += ["and itself"] if hoist.kept else []
+        extra += ["and itself"] if hoist.still_needed_by else []
         return f"hoist: all_gather {own} sends {', '.join([*sent, *extra])}"
 
     def _computed(

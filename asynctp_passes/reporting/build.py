@@ -161,7 +161,7 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
         costs = cost_model.cost_of(chain)
         facts |= {
             "message": "; ".join(notes),
-            "keeps_gather": chain.hoist is not None and bool(chain.hoist.kept),
+            "keeps_gather": chain.hoist is not None and bool(chain.hoist.still_needed_by),
             "comm_bytes": costs.comm_bytes,
             "flops": costs.flops,
             "estimate_us": costs.estimate_us(cost_model.machine_for(chain.matmuls[0].a)),
@@ -240,9 +240,9 @@ def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:
     side_gathers = [one.node for one in hoist.side_gathers if one.root is not hoist.row_numbers]
     if side_gathers:
         facts.append(f"gathered on their own: {', '.join(_amount(node, ranks) for node in side_gathers)}")
-    if not hoist.kept:
+    if not hoist.still_needed_by:
         return [*facts, f"the gather of {_amount(gather, ranks)} is gone"]
-    users = ", ".join(node.name for node in hoist.kept)
+    users = ", ".join(node.name for node in hoist.still_needed_by)
     return [*facts, f"the gather of {_amount(gather, ranks)} stays for {users}, and is waited for after the fused op"]
 
 

@@ -89,5 +89,5 @@ def _replace_chain(state: RewriteState, chain: Chain, place: fx.Node, moves: Mov
         moves.early += communicating
         if chain.hoist is not None:
             moves.late |= nodes_after_kept_gather(build, chain)
-            moves.kept.append((collective, op))
+            moves.staying.append((collective, op))
     erase_unused(state.graph, old, shared)
