@@ -50,10 +50,10 @@ def match_gather(
     products, missed = placed_matmuls(region)
     searched, hoisted, refused = [(region, products, missed)], list[PlacedMatmul](), dict[fx.Node, Refusal]()
     if any(user in context.ways_down for user in propagation.all_users()):
-        grown, plain = ShardRegion(context, gather), {one.matmul.node for one in products}
+        grown, not_hoisted = ShardRegion(context, gather), {one.matmul.node for one in products}
         grown.grow()
         computed, why = placed_matmuls(grown)
-        hoisted = [one for one in computed if one.matmul.node not in plain]
+        hoisted = [one for one in computed if one.matmul.node not in not_hoisted]
         searched.insert(1 if _in_rows(products) else 0, (grown, _in_rows(hoisted) if products else hoisted, why))
         refused = {**grown.refused, **why}
     late: dict[fx.Node, Refusal] = {}

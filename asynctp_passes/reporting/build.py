@@ -17,7 +17,7 @@ from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.crossings import crossings_of
 from asynctp_passes.ir.marks import REMATERIALIZED
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import called_name, describe, module_of, plain, source_of, value_of
+from asynctp_passes.ir.nodes import call_as_json, called_name, describe, module_of, source_of, value_of
 from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
@@ -260,7 +260,7 @@ def with_calls(report: Report, calls: Mapping[str, Mapping[str, Any]]) -> Report
 
 def _with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:
     """The remark with what the fused op is called with, and what that makes it run here."""
-    told = plain(call)
+    told = call_as_json(call)
     if not told:
         return remark
     name = remark.op.removeprefix("asynctp::")
