@@ -87,22 +87,22 @@ def _scatter_chain(
     sources = [one.node for one in matmuls if one in alike or context.segments[one.node] == now]
     propagation = propagate(nodes, sources_of(sources, context.sizes), context.sizes, sums=True)
     end = scatter.source if padding is None else padding.source
-    whole = propagation.maps.get(end)
-    if whole is None:
+    index_map = propagation.maps.get(end)
+    if index_map is None:
         return _first_refusal(propagation, nodes, scatter)
     sum_dtype = dtype_of(scatter.input)
     if sum_dtype != out.dtype and not (sum_dtype == torch.float32 and out.dtype in WIDENED):
         return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {sum_dtype}")
     if padding is not None:
-        is_product = whole == IndexMap.identity(padding.before) and same(padding.before[-1], columns)
+        is_product = index_map == IndexMap.identity(padding.before) and same(padding.before[-1], columns)
         if not is_product or not same(product(padding.before[:-1]), rows):
             return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{padding.nodes[0].name} pads a rearranged or cut product")
         if any(one.scaled is not None and one.scaled.of_a.rows > 1 for one in alike):
             return Refusal(reasons.SCALES_BLOCKWISE, f"{padding.nodes[0].name} pads what has scales of 128 rows")
         if (biased := next((one for one in alike if one.bias is not None), None)) is not None:
             return Refusal(reasons.UNEVEN_SHARDS, f"{biased.node.name} would add its bias to the padding, too")
-        whole, rows = padding.way, padding.rows
-    placement = _placement(context, scatter, whole, rows, columns)
+        index_map, rows = padding.way, padding.rows
+    placement = _placement(context, scatter, index_map, rows, columns)
     if isinstance(placement, Refusal):
         return placement
     if padding is not None and not (placement and padding.is_in_blocks(placement, scatter.group_size)):
@@ -122,7 +122,7 @@ def _scatter_chain(
     added = tuple(Term(node, terms.counts[node]) for node in context.sorted(terms.counts.keys() - own))
     converted = sum_dtype if sum_dtype != out.dtype else None
     chain = ScatterChain(
-        scatter, summed, whole, placement, context.sorted(inside - own), converted, added, terms.factor
+        scatter, summed, index_map, placement, context.sorted(inside - own), converted, added, terms.factor
     )
     return replace(chain, padding=padding)
 
@@ -154,16 +154,16 @@ def _holds_tensors(node: fx.Node) -> bool:
 
 
 def _placement(
-    context: MatchContext, scatter: Collective, whole: IndexMap, rows: Size, columns: Size
+    context: MatchContext, scatter: Collective, index_map: IndexMap, rows: Size, columns: Size
 ) -> ScatterPlacement | Refusal | None:
     """Where the ranks' parts are in the product; None for an all-reduce, which takes its elements in any order."""
     if scatter.kind == "all_reduce":
-        return incomplete(whole, rows * columns)
-    blocks = _blocks_first(context, scatter, whole)
+        return incomplete(index_map, rows * columns)
+    blocks = _blocks_first(context, scatter, index_map)
     return locate_scatter(blocks, rows, columns, scatter.group_size) if isinstance(blocks, IndexMap) else blocks
 
 
-def _blocks_first(context: MatchContext, scatter: Collective, whole: IndexMap) -> IndexMap | Refusal:
+def _blocks_first(context: MatchContext, scatter: Collective, index_map: IndexMap) -> IndexMap | Refusal:
     """The map of what is scattered with the ranks' blocks as its first dimension."""
     value, part = tensor_of(scatter.input), tensor_of(scatter.node)
     if value is None or part is None:
@@ -174,11 +174,11 @@ def _blocks_first(context: MatchContext, scatter: Collective, whole: IndexMap) -
             reasons.SIZES_NOT_PROVEN, f"{list(part.shape)} is not a part of {list(sizes)} along dimension {dim}"
         )
     if dim == 0:
-        return whole
+        return index_map
     inner = quotient(sizes[dim], scatter.group_size)
     if inner is None:
         return Refusal(reasons.SIZES_NOT_PROVEN, f"{sizes[dim]} in blocks for {scatter.group_size} ranks")
-    blocks = whole.reshape((*sizes[:dim], scatter.group_size, inner, *sizes[dim + 1 :]))
+    blocks = index_map.reshape((*sizes[:dim], scatter.group_size, inner, *sizes[dim + 1 :]))
     if isinstance(blocks, Refusal):
         return blocks
     return blocks.permute([dim, *(axis for axis in range(len(sizes) + 1) if axis != dim)])

@@ -165,14 +165,14 @@ def _return_gathered(build: Builder, chain: GatherChain, returned: fx.Node, full
     results = chain.collective.results
     if returned not in results:
         if not set(nodes_of(chain.matmuls)).issuperset(returned.users):
-            whole = build.reshape(_rows_of(build, chain, returned, full), build.shape(returned))
-            build.replace(returned, whole, unless=nodes_of(chain.matmuls))
+            gathered = build.reshape(_rows_of(build, chain, returned, full), build.shape(returned))
+            build.replace(returned, gathered, unless=nodes_of(chain.matmuls))
         for node in () if chain.hoist is None else chain.hoist.copies:
             build.replace(node, build.call(_aten.clone.default, build.reshape(full, build.shape(node))))
         return
-    whole = _as_collective_result(build, chain, full)
+    gathered = _as_collective_result(build, chain, full)
     for node in results:
-        build.replace(node, whole, unless=results)
+        build.replace(node, gathered, unless=results)
 
 
 def _as_collective_result(build: Builder, chain: GatherChain, full: fx.Node) -> fx.Node:
@@ -180,34 +180,34 @@ def _as_collective_result(build: Builder, chain: GatherChain, full: fx.Node) -> 
     collective, way = chain.collective, _placement_as_sent(chain).shard
     ranks, dim, own = collective.group_size, collective.dim, build.shape(chain.shard)
     sizes, leading = [way.sizes[axis] for axis in way.order], way.lengths[0]
-    whole = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
+    gathered = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
     side_gathers = len(own) == len(way.sizes) and all(same(a, b) for a, b in zip(own, way.sizes, strict=True))
     order = [axis + (axis >= leading) for axis in (way.order.index(axis) for axis in range(len(way.order)))]
     order.insert(dim if side_gathers else 0, leading)
-    whole = build.permute(whole, order)
+    gathered = build.permute(gathered, order)
     if dim and not side_gathers:
-        whole = build.reshape(whole, (ranks, *own))
-        whole = build.permute(whole, [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)])
-    whole = build.reshape(build.contiguous(whole), build.shape(collective.node))
-    return build.bitcast(whole, value_of(collective.node).dtype)
+        gathered = build.reshape(gathered, (ranks, *own))
+        gathered = build.permute(gathered, [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)])
+    gathered = build.reshape(build.contiguous(gathered), build.shape(collective.node))
+    return build.bitcast(gathered, value_of(collective.node).dtype)
 
 
-def _rows_of(build: Builder, chain: GatherChain, operand: fx.Node, whole: fx.Node) -> fx.Node:
+def _rows_of(build: Builder, chain: GatherChain, operand: fx.Node, tensor: fx.Node) -> fx.Node:
     """Bring rows as they were sent to where an operand has them, without those that were cut off it."""
-    whole = _rows_in_place(build, chain, whole)
+    tensor = _rows_in_place(build, chain, tensor)
     cut = next((cut for cut in chain.cuts if cut.operand is operand), None)
     if cut is None:
-        return whole
-    whole = build.reshape(whole, (*build.shape(cut.whole)[:-1], build.shape(whole)[-1]))
-    return build.contiguous(build.call(_aten.slice.Tensor, whole, cut.dim, 0, build.size(cut.length)))
+        return tensor
+    tensor = build.reshape(tensor, (*build.shape(cut.whole)[:-1], build.shape(tensor)[-1]))
+    return build.contiguous(build.call(_aten.slice.Tensor, tensor, cut.dim, 0, build.size(cut.length)))
 
 
-def _rows_in_place(build: Builder, chain: GatherChain, whole: fx.Node, *, back: bool = False) -> fx.Node:
+def _rows_in_place(build: Builder, chain: GatherChain, tensor: fx.Node, *, back: bool = False) -> fx.Node:
     """Bring rows as they were sent to where the operand has them; or `back`, from there to how they are sent."""
     place, rows = chain.placement, chain.placement.row_order
     if chain.hoist is not None or place.shard.is_reshape or rows is None:
-        return whole
-    width, ranks = build.shape(whole)[-1], [chain.collective.group_size] if place.axis == "rows" else []
+        return tensor
+    width, ranks = build.shape(tensor)[-1], [chain.collective.group_size] if place.axis == "rows" else []
     sizes, first = [*ranks, *rows.sizes, width], len(ranks)
     order = [first + axis for axis in rows.order]
     if ranks:
@@ -215,7 +215,7 @@ def _rows_in_place(build: Builder, chain: GatherChain, whole: fx.Node, *, back: 
     order.append(len(sizes) - 1)
     if back:
         sizes, order = [sizes[axis] for axis in order], [order.index(axis) for axis in range(len(order))]
-    return build.reshape(build.permute(build.reshape(whole, sizes), order), (product(sizes[:-1]), width))
+    return build.reshape(build.permute(build.reshape(tensor, sizes), order), (product(sizes[:-1]), width))
 
 
 def _placement_as_sent(chain: GatherChain) -> GatherPlacement:

@@ -58,10 +58,10 @@ def _find_over_ranks(build: Builder, gather: Collective, one: CrossRankReduction
 
 def _arranged(build: Builder, source: fx.Node, part: Part, like: fx.Node) -> fx.Node:
     """The part of a view, from that of its root; row-major where the whole view is, so that ops run as they did."""
-    whole = value_of(like)
-    seen = build.bitcast(source, whole.dtype)
+    value = value_of(like)
+    seen = build.bitcast(source, value.dtype)
     arranged = build.reshape(build.rearranged(seen, part.way), part.shape)
-    return build.contiguous(arranged) if symbolic_sizes.is_contiguous(whole) else arranged
+    return build.contiguous(arranged) if symbolic_sizes.is_contiguous(value) else arranged
 
 
 def start_side_gathers(build: Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -91,22 +91,22 @@ def finish_side_gathers(
     done: dict[fx.Node, fx.Node] = {}
     for one in hoist.side_gathers:
         if one.root in done:
-            whole = build.call(_aten.clone.default, build.reshape(done[one.root], build.shape(one.node)))
+            gathered = build.call(_aten.clone.default, build.reshape(done[one.root], build.shape(one.node)))
         elif one.root is hoist.row_numbers and row_numbers is not None:
-            whole = done[one.root] = build.reshape(row_numbers, build.shape(one.node))
+            gathered = done[one.root] = build.reshape(row_numbers, build.shape(one.node))
         else:
-            whole = done[one.root] = _ranks_in_place(build, one, started[one.root])
-        build.replace(one.node, whole)
+            gathered = done[one.root] = _ranks_in_place(build, one, started[one.root])
+        build.replace(one.node, gathered)
     build.late += build.made[first:]
 
 
 def _ranks_in_place(build: Builder, one: SideGather, started: fx.Node) -> fx.Node:
     """Wait for a small tensor, which comes with the ranks outermost, and bring them to where they were."""
     ranks = started.args[1]
-    whole = build.call(_c10d.wait_tensor.default, started)
+    gathered = build.call(_c10d.wait_tensor.default, started)
     if not same(one.outer, 1):
-        whole = build.permute(build.reshape(whole, (ranks, one.outer, one.inner)), [1, 0, 2])
-    return build.reshape(whole, build.shape(one.node))
+        gathered = build.permute(build.reshape(gathered, (ranks, one.outer, one.inner)), [1, 0, 2])
+    return build.reshape(gathered, build.shape(one.node))
 
 
 def nodes_after_kept_gather(build: Builder, chain: GatherChain) -> set[fx.Node]:

@@ -87,8 +87,8 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
         return program(call, Mover(group, accord=call.accord))
     a_parts, b_parts, a_scales, b_scales = call.a_parts, call.b_parts, call.a_scales or (), call.b_scales or ()
     added = call.added
-    whole = call.scatter_dim is None
-    if whole:
+    is_all_reduce = call.scatter_dim is None
+    if is_all_reduce:
         a_parts, b_parts, a_scales = as_rows(a_parts, b_parts, a_scales)
         added = None if added is None else flat(added)
     operands = (a_parts, b_parts, a_scales, b_scales, call.biases, added)
@@ -110,7 +110,7 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
     else:
         sums = plan.run(*operands)
     a = call.a_parts[0]
-    return sums.view(*a.shape[:-1], sums.shape[-1]) if whole and a.ndim != 2 else sums
+    return sums.view(*a.shape[:-1], sums.shape[-1]) if is_all_reduce and a.ndim != 2 else sums
 
 
 def _plan(call: Any, memory: GroupMemory) -> Any:

@@ -89,14 +89,14 @@ class Wire:
         return PULL if found == PUSH and self.kept_by_all else found
 
     def _transport(self, forced: str | None) -> str:
-        whole, limit = self.whole, ALL_REDUCE_LIMIT if self.kind == "all_reduce" else DIRECT_LIMIT
+        total_bytes, limit = self.total_bytes, ALL_REDUCE_LIMIT if self.kind == "all_reduce" else DIRECT_LIMIT
         sums = self.dtype is not None
         if self.reduce_op in EXTREMES:
-            folds = 0 < whole <= EXTREME_BYTES and self.dtype in EXTREME_DTYPES
+            folds = 0 < total_bytes <= EXTREME_BYTES and self.dtype in EXTREME_DTYPES
             return DIRECT if folds and forced != "sequential" else PLAIN
-        if whole == 0 or whole // self.world >= INT32_LIMIT or (sums and self.dtype not in SUMMED_DTYPES):
+        if total_bytes == 0 or total_bytes // self.world >= INT32_LIMIT or (sums and self.dtype not in SUMMED_DTYPES):
             return PLAIN
-        fits, even = whole <= limit, not sums or whole % (16 * self.world) == 0
+        fits, even = total_bytes <= limit, not sums or total_bytes % (16 * self.world) == 0
         if forced is None and IS_INTERPRETED:  # nothing is fast: what has most to show
             forced = "fused"
         if forced is not None:
@@ -104,14 +104,14 @@ class Wire:
             if wanted == PUSH and not even:
                 wanted = DIRECT
             return PLAIN if wanted == DIRECT and not fits else wanted
-        if self.kind == "all_reduce" and whole < ALL_REDUCE_BYTES:
+        if self.kind == "all_reduce" and total_bytes < ALL_REDUCE_BYTES:
             return DIRECT
-        if whole <= DIRECT_BYTES or not even:
+        if total_bytes <= DIRECT_BYTES or not even:
             return DIRECT if fits else PLAIN
         return PUSH
 
     @property
-    def whole(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes of what is gathered, or of what each rank has to be summed up."""
         return self.bytes if self.kind == "all_reduce" else self.bytes * self.world
 

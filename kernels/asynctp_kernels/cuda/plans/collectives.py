@@ -71,7 +71,7 @@ class BulkGather(GatherPlan):
             )
         else:
             self.transport = GatherPush(call, memory, 1)
-        super().__init__(call, memory, whole=call.kept_by_all)
+        super().__init__(call, memory, gathers_all=call.kept_by_all)
 
     def start_bulk(self, shard: Tensor) -> Bulk:
         """Enqueue everything; `shard` [m, *, n] gives [world * m, *, n]."""
@@ -97,7 +97,7 @@ class CopiedGather(GatherPlan):
             self.transport = GatherPull(call, memory, chunks, untold, stage_keeps=True)
         else:
             self.transport = GatherPush(call, memory, 1)
-        super().__init__(call, memory, whole=call.kept_by_all)
+        super().__init__(call, memory, gathers_all=call.kept_by_all)
         self.reads_landed = self.transport.reads_landed
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:

@@ -59,7 +59,7 @@ class DecomposedGather(GatherPlan):
             self.transport = GatherPull(call, memory, chunks, by_event(memory), stage_first=True, stage_keeps=True)
         else:
             self.transport = GatherPush(call, memory, min(call.outer, MAX_CHUNKS))
-        super().__init__(call, memory, whole=call.kept_by_all)
+        super().__init__(call, memory, gathers_all=call.kept_by_all)
         self.reads_landed, self.waits_for_in_flight = self.transport.reads_landed, call.kept_by_all
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:

@@ -78,7 +78,7 @@ class FusedGather(GatherPlan):
             self.transport = GatherPull(call, memory, chunks, by_word(memory))
         else:
             self.transport = GatherPush(call, memory, wanted_chunks)
-        super().__init__(call, memory, whole=call.kept_by_all)
+        super().__init__(call, memory, gathers_all=call.kept_by_all)
         self.reads_landed = self.transport.reads_landed
         self._compile(call, tiles, programs)
         self.waits_for_in_flight = self.transport.make_room(self.launch)

@@ -50,14 +50,14 @@ class GatherPlan(Implementation):
     waits_for_in_flight = False
     reads_landed = False
 
-    def __init__(self, call: GatherFacts, memory: GroupMemory, whole: bool) -> None:
-        """whole: A call gathers all of A, and all numbers that travel, whether they are returned or not."""
+    def __init__(self, call: GatherFacts, memory: GroupMemory, gathers_all: bool) -> None:
+        """gathers_all: A call gathers all of A, and all numbers that travel, whether they are returned or not."""
         self.number = memory.new_plan()
         self.memory, self.layout, self.outer = memory, call.layout, call.outer
         self.scaling, self.out_dtype = call.scaling, call.matmul_dtype
         self.return_a_full, self.scale_travels = call.return_a_full, call.gather_a_scale
-        self.has_full = self.return_a_full or whole
-        self.has_numbers = call.row_numbers is not None and (whole or not call.gather_a_scale)
+        self.has_full = self.return_a_full or gathers_all
+        self.has_numbers = call.row_numbers is not None and (gathers_all or not call.gather_a_scale)
         self.number_count = 0 if call.row_numbers is None else call.row_numbers.numel()
         self.widths = [b.shape[1] for b in call.bs]
         self.device_index: int = call.device_index
@@ -133,7 +133,7 @@ class WholeGather(GatherPlan):
     """An all-gather, then cuBLAS on the whole: nothing overlaps."""
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
-        super().__init__(call, memory, whole=True)
+        super().__init__(call, memory, gathers_all=True)
 
     def move(self, stream: int, call: GatherTensors) -> None:
         """Gather the shards, and the numbers if any travel."""
