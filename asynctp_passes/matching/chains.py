@@ -9,7 +9,7 @@ Each is proven or chosen by one function, and becomes nodes by another:
       SideGather     hoist.chains_of                     emit_on_shard.start_side_gathers
       Cut            cut_rows.find_cuts                  emit_gather.emit_gather
     ScatterChain     match_reduction.match_reduction     emit_reduction.emit_reduction
-      its matmuls    scaled_epilogue.read_product        emit_reduction.emit_reduction
+      its matmuls    scaled_epilogue.read_scaled_result  emit_reduction.emit_reduction
       Padding        padding.find_padding                emit_reduction.emit_reduction
       several sums   linear_sums.summed                  emit_reduction.emit_reduction
     Bucket           bucketing.find_buckets              emit_alone.emit_bucket

@@ -19,7 +19,7 @@ from asynctp_passes.ir.traversal import reachable, segments
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.propagation import Propagation, is_view, propagate, shares_memory, views_of
 from asynctp_passes.matching import near_miss
-from asynctp_passes.matching.scaled_epilogue import read_product, scalings
+from asynctp_passes.matching.scaled_epilogue import read_scaled_result, scalings
 from asynctp_passes.reasons import Refusal
 
 __all__ = ["MatchContext", "frozen", "in_blocks", "is_pure"]
@@ -35,7 +35,7 @@ class MatchContext:
         nodes: The nodes in order.
         order: Where each of them stands.
         propagations: For each gather the index maps from its result on, or why nothing can be said about it.
-        product: `read_product`, kept.
+        matmul_of: `read_scaled_result`, each node read once.
         fixed: Gathers whose fused op stands where they do, whatever that costs.
     """
 
@@ -46,7 +46,7 @@ class MatchContext:
         self.nodes = list(graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.propagations = {c.node: self._propagation(c) for c in collectives if c.kind == "all_gather"}
-        self.product = functools.cache(read_product)
+        self.matmul_of = functools.cache(read_scaled_result)
         self.fixed: set[fx.Node] = set()
 
     def _propagation(self, gather: Collective) -> Propagation | Refusal:

@@ -33,7 +33,7 @@ __all__ = ["candidate_of", "following", "match_gather"]
 
 
 _Searched = tuple[ShardRegion, list[PlacedMatmul], dict[fx.Node, Refusal]]
-"""A region, those of its products that may be fused, and what `placed_matmuls` says of other matmuls."""
+"""A region, those of its matmuls that may be fused, and what `placed_matmuls` says of other matmuls."""
 
 
 def match_gather(
@@ -47,17 +47,17 @@ def match_gather(
     if isinstance(propagation, Refusal):
         return Candidate(gather, None, (propagation,), (gather.node,))
     region = ShardRegion(context, gather)
-    products, missed = placed_matmuls(region)
-    searched, hoisted, refused = [(region, products, missed)], list[PlacedMatmul](), dict[fx.Node, Refusal]()
+    placed, missed = placed_matmuls(region)
+    searched, hoisted, refused = [(region, placed, missed)], list[PlacedMatmul](), dict[fx.Node, Refusal]()
     if any(user in context.ways_down for user in propagation.all_users()):
-        grown, not_hoisted = ShardRegion(context, gather), {one.matmul.node for one in products}
+        grown, not_hoisted = ShardRegion(context, gather), {one.matmul.node for one in placed}
         grown.grow()
         computed, why = placed_matmuls(grown)
         hoisted = [one for one in computed if one.matmul.node not in not_hoisted]
-        searched.insert(1 if _in_rows(products) else 0, (grown, _in_rows(hoisted) if products else hoisted, why))
+        searched.insert(1 if _in_rows(placed) else 0, (grown, _in_rows(hoisted) if placed else hoisted, why))
         refused = {**grown.refused, **why}
     late: dict[fx.Node, Refusal] = {}
-    found = _with_chains(context, searched, [*products, *hoisted], wanted, late)
+    found = _with_chains(context, searched, [*placed, *hoisted], wanted, late)
     first = next(found, None)
     if first is None:
         return missed_gather(region, {**missed, **late}, refused)
@@ -67,16 +67,16 @@ def match_gather(
 def _with_chains(
     context: MatchContext,
     searched: Iterable[_Searched],
-    all_products: Sequence[PlacedMatmul],
+    all_placed: Sequence[PlacedMatmul],
     wanted: set[fx.Node],
     late: dict[fx.Node, Refusal],
 ) -> Iterator[Candidate]:
-    """A gather with each of its chains; products that are not `wanted` elsewhere are preferred.
+    """A gather with each of its chains; matmuls that are not `wanted` elsewhere are preferred.
 
     Not those whose scales are gathered too late, by a gather that cannot become part of this one: they go to `late`.
     """
-    for region, products, missed in searched:
-        free = [one for one in products if one.matmul.node not in wanted] or products
+    for region, placed, missed in searched:
+        free = [one for one in placed if one.matmul.node not in wanted] or placed
         for chain in chains_of(region, free):
             joined = _joined(region, chain)
             for one in (joined,) if joined is chain else (joined, chain):
@@ -86,13 +86,11 @@ def _with_chains(
                 if refusal is not None:
                     late |= {matmul.node: refusal for matmul in followed.matmuls}
                 else:
-                    yield candidate_of(
-                        context, followed, _left_out(context, followed, all_products, {**missed, **late})
-                    )
+                    yield candidate_of(context, followed, _left_out(context, followed, all_placed, {**missed, **late}))
 
 
-def _in_rows(products: Iterable[PlacedMatmul]) -> list[PlacedMatmul]:
-    return [one for one in products if one.placement.axis == "rows"]
+def _in_rows(placed: Iterable[PlacedMatmul]) -> list[PlacedMatmul]:
+    return [one for one in placed if one.placement.axis == "rows"]
 
 
 def candidate_of(context: MatchContext, chain: GatherChain, left_out: Iterable[str]) -> Candidate:
@@ -109,14 +107,14 @@ def following(context: MatchContext, chain: GatherChain) -> GatherChain:
 
 
 def _left_out(
-    context: MatchContext, chain: GatherChain, products: Iterable[PlacedMatmul], missed: Mapping[fx.Node, Refusal]
+    context: MatchContext, chain: GatherChain, placed: Iterable[PlacedMatmul], missed: Mapping[fx.Node, Refusal]
 ) -> tuple[str, ...]:
     """Notes on other matmuls of the gathered tensor, which the fused op returns to them unless its gather stays."""
     fused, use_gather = (
         {matmul.node for matmul in chain.matmuls},
         () if chain.hoist is None else chain.hoist.still_needed_by,
     )
-    others = [one.matmul.node for one in products if one.matmul.node not in fused and one.matmul.node not in use_gather]
+    others = [one.matmul.node for one in placed if one.matmul.node not in fused and one.matmul.node not in use_gather]
     takers = [*others, *(node for node, refusal in missed.items() if refusal.reason.serves_others)]
     gradients = [node.name for node in context.sorted(takers) if contracts_rows(node) and node not in use_gather]
     views = set(context.propagation_of(chain.collective).all_users())
@@ -161,9 +159,9 @@ def _with_row_numbers(data: ShardRegion, chain: GatherChain) -> GatherChain | No
 
     The numbers come with the fused op then, so that nothing which that needs may be computed from them.
     """
-    context, gather, products = data.context, chain.collective, [matmul.node for matmul in chain.matmuls]
+    context, gather, matmul_nodes = data.context, chain.collective, [matmul.node for matmul in chain.matmuls]
     needed = [gather.source, *(node for matmul in chain.matmuls for node in matmul.operands)]
-    multiplications = scalings(products)
+    multiplications = scalings(matmul_nodes)
     for other in context.collectives:
         followed = other.node is not gather.node and isinstance(context.propagations.get(other.node), Propagation)
         if not followed or dtype_of(other.node) != torch.float32 or not _of_one_group(other, gather):
@@ -175,7 +173,7 @@ def _with_row_numbers(data: ShardRegion, chain: GatherChain) -> GatherChain | No
         if data.late(other.source) is not None:
             continue
         views = region.views_to([row_numbers.end])
-        if len({context.segments[node] for node in (*gather.nodes, *products, *other.nodes, *views)}) == 1:
+        if len({context.segments[node] for node in (*gather.nodes, *matmul_nodes, *other.nodes, *views)}) == 1:
             return replace(chain, row_numbers=row_numbers, views=context.sorted([*chain.views, *views]))
     return None
 

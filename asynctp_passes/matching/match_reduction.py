@@ -37,21 +37,21 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
     """A reduce-scatter or an all-reduce: a sum of matmuls, or why it is not seen as one."""
     padding = find_padding(context, scatter.source) if scatter.kind == "reduce_scatter" else None
     region, leaves = _region(context, scatter.source if padding is None else padding.source)
-    products = context.sorted(leaf for leaf in leaves if context.product(leaf) is not None)
+    matmul_nodes = context.sorted(leaf for leaf in leaves if context.matmul_of(leaf) is not None)
     way = _way_up(context, scatter, leaves)
     chain = (
-        _scatter_chain(context, scatter, region, products, padding)
-        if products
+        _scatter_chain(context, scatter, region, matmul_nodes, padding)
+        if matmul_nodes
         else _near_scatter(context, scatter, _looked_up(region) or leaves, way)
     )
     if isinstance(chain, Refusal):
         trimmed = chain.reason is reasons.PIECES_MISSING
-        if trimmed and (pad := _padding(leaf for leaf in products if is_matmul(leaf))) is not None:
+        if trimmed and (pad := _padding(leaf for leaf in matmul_nodes if is_matmul(leaf))) is not None:
             chain = Refusal(reasons.MATMUL_PADDED, pad)
-        others = context.sorted(leaves.difference(products))
+        others = context.sorted(leaves.difference(matmul_nodes))
         if chain.reason is reasons.SUM_HAS_OTHER_TERM and others:
             chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {near_miss.callers(others)}")
-        shown = [*region, *products, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
+        shown = [*region, *matmul_nodes, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
         return Candidate(
             scatter, None, (chain,), context.sorted(shown), weights=_reduces_weights(context, scatter, shown)
         )
@@ -63,14 +63,14 @@ def _scatter_chain(
     context: MatchContext,
     scatter: Collective,
     region: set[fx.Node],
-    products: Sequence[fx.Node],
+    matmul_nodes: Sequence[fx.Node],
     padding: Padding | None,
 ) -> ScatterChain | Refusal:
     """Prove that the collective's input is a sum of matmuls, arranged by rank (or in any way, to be all-reduced).
 
     Or that what is padded to become its input is such a sum, in the products' own order.
     """
-    matmuls = _read_terms(context, products)
+    matmuls = _read_terms(context, matmul_nodes)
     if isinstance(matmuls, Refusal):
         return matmuls
     alike = _most_alike(context, matmuls)
@@ -82,7 +82,7 @@ def _scatter_chain(
     rows = product(lines)
     if same(rows * columns, 0):
         return Refusal(reasons.NO_ELEMENTS, scatter.node.name)
-    nodes = context.sorted([*region, *products])
+    nodes = context.sorted([*region, *matmul_nodes])
     now = context.segments[scatter.node]  # a copy of a product that was changed since then is a term like any other
     sources = [one.node for one in matmuls if one in alike or context.segments[one.node] == now]
     propagation = propagate(nodes, sources_of(sources, context.sizes), context.sizes, sums=True)
@@ -139,7 +139,7 @@ def _region(context: MatchContext, end: fx.Node) -> tuple[set[fx.Node], set[fx.N
         sources = [source for source in node.all_input_nodes if _holds_tensors(source)]
         sources = sources[:1] if traits_of(node).view is View.PICK else sources
         follows = is_view(node) or is_sum(node)
-        if follows and sources and context.product(node) is None:
+        if follows and sources and context.matmul_of(node) is None:
             region.add(node)
             stack.extend(sources)
         else:
@@ -184,11 +184,11 @@ def _blocks_first(context: MatchContext, scatter: Collective, index_map: IndexMa
     return blocks.permute([dim, *(axis for axis in range(len(sizes) + 1) if axis != dim)])
 
 
-def _read_terms(context: MatchContext, products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
+def _read_terms(context: MatchContext, matmul_nodes: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
     """Read the matmuls of a sum."""
     matmuls: list[Matmul] = []
-    for node in products:
-        matmul = context.product(node)
+    for node in matmul_nodes:
+        matmul = context.matmul_of(node)
         assert matmul is not None
         if isinstance(matmul, Refusal):
             return matmul
@@ -237,10 +237,12 @@ def _reduces_weights(context: MatchContext, collective: Collective, nodes: Itera
     It is a vector, or each matmul that it comes from contracts over rows, and no matmul goes on with it: that would
     make it an activation, whatever its strides.
     """
-    products = [node for node in nodes if is_matmul(node)]
+    matmul_nodes = [node for node in nodes if is_matmul(node)]
     if near_miss.is_vector(collective.input):
         return True
-    return bool(products) and all(map(contracts_rows, products)) and collective.node not in context.above_matmuls
+    return (
+        bool(matmul_nodes) and all(map(contracts_rows, matmul_nodes)) and collective.node not in context.above_matmuls
+    )
 
 
 def _first_refusal(propagation: Propagation, region: Sequence[fx.Node], scatter: Collective) -> Refusal:
