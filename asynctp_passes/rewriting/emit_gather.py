@@ -181,11 +181,11 @@ def _as_collective_result(build: Builder, chain: GatherChain, full: fx.Node) -> 
     ranks, dim, own = collective.group_size, collective.dim, build.shape(chain.shard)
     sizes, leading = [way.sizes[axis] for axis in way.order], way.lengths[0]
     gathered = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
-    side_gathers = len(own) == len(way.sizes) and all(same(a, b) for a, b in zip(own, way.sizes, strict=True))
+    same_sizes = len(own) == len(way.sizes) and all(same(a, b) for a, b in zip(own, way.sizes, strict=True))
     order = [axis + (axis >= leading) for axis in (way.order.index(axis) for axis in range(len(way.order)))]
-    order.insert(dim if side_gathers else 0, leading)
+    order.insert(dim if same_sizes else 0, leading)
     gathered = build.permute(gathered, order)
-    if dim and not side_gathers:
+    if dim and not same_sizes:
         gathered = build.reshape(gathered, (ranks, *own))
         gathered = build.permute(gathered, [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)])
     gathered = build.reshape(build.contiguous(gathered), build.shape(collective.node))
