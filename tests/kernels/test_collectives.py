@@ -20,8 +20,8 @@ from asynctp_kernels import cuda
 from asynctp_kernels.cuda import moves
 from asynctp_kernels.cuda.choose.wire import DIRECT, PUSH, Wire
 from asynctp_kernels.cuda.plans.collectives import BulkGather, BulkScatter, CopiedGather, DirectSum
-from asynctp_kernels.cuda.plans.collectives import gather_call as bulk_call
-from asynctp_kernels.cuda.plans.collectives import scatter_call as bulk_sum
+from asynctp_kernels.cuda.plans.collectives import gather_facts as bulk_call
+from asynctp_kernels.cuda.plans.collectives import scatter_facts as bulk_sum
 from asynctp_kernels.cuda.plans.decomposed import DecomposedGather
 from asynctp_kernels.cuda.plans.direct import DirectGather
 from asynctp_kernels.cuda.runtime.memory import FLIGHTS, MAX_CHUNKS, MAX_WORLD

@@ -22,8 +22,8 @@ from asynctp_kernels.cuda.plans.collectives import (
     DirectTotal,
     PushedTotal,
     all_gather,
-    gather_call,
-    scatter_call,
+    gather_facts,
+    scatter_facts,
 )
 from asynctp_kernels.cuda.plans.direct import DirectGather
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -55,7 +55,7 @@ class Mover:
         if memory is None or shard.numel() == 0:
             return None
         flat, row = shard.view(1, -1), None if row_numbers is None else row_numbers.reshape(1, -1)
-        call = gather_call(flat, row, self.world, self.kept_by_all, self.accord)
+        call = gather_facts(flat, row, self.world, self.kept_by_all, self.accord)
         transport = call.wire.transport(select.requested())
         if transport == PLAIN:
             return self._plainly(shard, row_numbers)
@@ -103,7 +103,7 @@ class Mover:
         seen = given.view(rows, -1)
 
         def make() -> DirectSum | DirectTotal | BulkScatter | None:
-            return _reduction(memory, scatter_call(seen, reduce_op, self.world, kind, self.accord), direct, pushed)
+            return _reduction(memory, scatter_facts(seen, reduce_op, self.world, kind, self.accord), direct, pushed)
 
         plan = _planned(memory, (kind, reduce_op, self.accord, *keys_of(seen)), make, check)
         if plan is None:
@@ -163,7 +163,7 @@ def run_bulk_gather(
         return None
     shard = shard.contiguous()
     rows = shard if shard.ndim > 1 else shard.unsqueeze(1)
-    call = gather_call(rows, None, memory.world, kept_by_all, accord)
+    call = gather_facts(rows, None, memory.world, kept_by_all, accord)
     transport = call.wire.transport(select.requested())
     if transport == PLAIN:
         return None
@@ -206,7 +206,7 @@ def run_bulk_scatter(
     rows = whole if whole.ndim > 1 else whole.unsqueeze(1)
 
     def make() -> DirectSum | BulkScatter | None:
-        return _reduction(memory, scatter_call(rows, reduce_op, memory.world, accord=accord), DirectSum, BulkScatter)
+        return _reduction(memory, scatter_facts(rows, reduce_op, memory.world, accord=accord), DirectSum, BulkScatter)
 
     plan = _planned(memory, ("bulk scatter", group_size, reduce_op, accord, *keys_of(rows)), make, check)
     if plan is None:

@@ -184,14 +184,14 @@ def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     return whole
 
 
-def gather_call(
+def gather_facts(
     shard: Tensor, row_numbers: Tensor | None, world: int, kept_by_all: bool, accord: int = 0
 ) -> GatherFacts:
     """A gather of shards like `shard` [m, *, n], and of numbers [1, count], with no matmul."""
     return GatherFacts(shard, (), (), 0, True, world, along_shard=row_numbers, all_keep=kept_by_all, accord=accord)
 
 
-def scatter_call(
+def scatter_facts(
     whole: Tensor, reduce_op: str, world: int, kind: str = "reduce_scatter", accord: int = 0
 ) -> ReduceFacts:
     """A scatter of tensors like `whole` [world * m, *, n]: of a matmul whose B only says its width."""
