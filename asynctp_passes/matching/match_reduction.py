@@ -68,7 +68,7 @@ def _scatter_chain(
 ) -> ScatterChain | Refusal:
     """Prove that the collective's input is a sum of matmuls, arranged by rank (or in any way, to be all-reduced).
 
-    Or that what is padded to become its input is such a sum, in the products' own order.
+    With a `padding`, the tensor that is padded has to be such a sum, in the order of the matmuls' results.
     """
     matmuls = _read_terms(context, matmul_nodes)
     if isinstance(matmuls, Refusal):

@@ -92,7 +92,7 @@ def _emit(build: Builder, collective: Collective) -> None:
 
 
 def _started_with(build: Builder, collective: Collective) -> list[Any]:
-    """The argument of the op of a single tensor: the ranks' blocks first, in row-major order."""
+    """The arguments of the op of a single tensor: the tensor with the ranks' blocks first, row-major, then how."""
     source, dim, ranks = build.now(collective.source), collective.dim, collective.group_size
     if collective.kind == "reduce_scatter" and dim:
         own = build.shape(source)
