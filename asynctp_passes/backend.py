@@ -360,11 +360,11 @@ def compile_graph(
         given = dynamo.given_tensors(gm)
         picture.note_function(any(map(tensor_storage.is_distributed_tensor, given.values())))
 
-    def all_stand(whole: bool, again: bool) -> bool:
+    def accept_reports(joint: bool, again: bool) -> bool:
         cached: list[Report] = []
         with contained("read reports of cached graphs"):
             cached = _read_cached(compiling=False)
-        refused = _refused(cached, config, joint=whole)
+        refused = _refused(cached, config, joint=joint)
         if refused and again:
             raise DisagreementError(f"asynctp: {_cached_in_vain(refused)}")
         if refused:  # these graphs do not run, and are not reported
@@ -375,7 +375,7 @@ def compile_graph(
             _publish_all(cached, config)
         return True
 
-    compiled = inductor_compile.compile_graph(gm, example_inputs, patches, all_stand, further or {})
+    compiled = inductor_compile.compile_graph(gm, example_inputs, patches, accept_reports, further or {})
     forward = ours.forward or next((one for one in found if one.crossings), None)
     if ours.forward is None and not found:
         log.info(

@@ -31,8 +31,8 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     if op_name(node) == "getitem":
         if (awaited := awaited_item(node)) is not None:
             return awaited
-        whole = traits_of(source).view is not None or torch_ops.may_alias(source)
-        return source if whole or not torch_ops.is_op(source.target) else None
+        is_alias = traits_of(source).view is not None or torch_ops.may_alias(source)
+        return source if is_alias or not torch_ops.is_op(source.target) else None
     traits = traits_of(node)
     same = traits.view is not None and not traits.copies  # as a wait, whose schema does not say so
     return source if same or torch_ops.may_alias(node) else None

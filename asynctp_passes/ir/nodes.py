@@ -16,6 +16,7 @@ from asynctp_passes.torch_private import torch_ops
 
 __all__ = [
     "arguments",
+    "call_as_json",
     "call_of",
     "called_name",
     "called_op",
@@ -36,7 +37,6 @@ __all__ = [
     "nodes_in",
     "op_name",
     "path_of",
-    "plain",
     "short_name",
     "source_of",
     "subgraphs_of",
@@ -234,7 +234,7 @@ def nodes_in(values: Any) -> list[fx.Node]:
 
 
 def filling_of(node: fx.Node) -> Any:
-    """The argument or number that fills a tensor of one number everywhere, by its op; None for any other tensor."""
+    """The argument or number with which a node's op fills its tensor; None where it does something else."""
     constant = traits_of(node).constant
     return arguments(node)[constant] if isinstance(constant, str) else constant
 
@@ -302,22 +302,22 @@ def call_of(node: fx.Node) -> dict[str, Any]:
     return {name: fx.map_arg(value, lambda source: source.meta["val"]) for name, value in found.items()}
 
 
-def plain(call: Mapping[str, Any]) -> dict[str, Any]:
+def call_as_json(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call in plain values: of a tensor its dtype, shape and strides. Empty where one of these is symbolic.
 
     `{"a_shard": {"dtype": "bfloat16", "shape": [4, 8], "stride": [8, 1]}, "gather_dim": 0, ...}`
     """
-    values = {name: _plain(value) for name, value in call.items()}
+    values = {name: _as_json(value) for name, value in call.items()}
     return {} if _holds_symbols(list(values.values())) else values
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_as_json(item) for item in value]
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, torch.Tensor):
-        return {"dtype": _plain(value.dtype), "shape": list(value.shape), "stride": list(value.stride())}
+        return {"dtype": _as_json(value.dtype), "shape": list(value.shape), "stride": list(value.stride())}
     return value
 
 

@@ -9,7 +9,7 @@ Each is proven or chosen by one function, and becomes nodes by another:
       SideGather     hoist.chains_of                     emit_on_shard.start_side_gathers
       Cut            cut_rows.find_cuts                  emit_gather.emit_gather
     ScatterChain     match_reduction.match_reduction     emit_reduction.emit_reduction
-      its matmuls    scaled_epilogue.read_product        emit_reduction.emit_reduction
+      its matmuls    scaled_epilogue.read_scaled_result  emit_reduction.emit_reduction
       Padding        padding.find_padding                emit_reduction.emit_reduction
       several sums   linear_sums.summed                  emit_reduction.emit_reduction
     Bucket           bucketing.find_buckets              emit_alone.emit_bucket
@@ -47,7 +47,7 @@ __all__ = [
     "GatherChain",
     "Hoist",
     "Part",
-    "Passenger",
+    "RowNumbers",
     "ScatterChain",
     "SideGather",
     "Step",
@@ -112,7 +112,7 @@ class SideGather:
 
 
 @dataclass(frozen=True)
-class Passenger:
+class RowNumbers:
     """A gather of fp32 numbers, one per row of the data, that scale only the matmuls' results.
 
     They travel with the data, and the fused op returns them: `end` is the view of them that is used, laid out over the
@@ -136,8 +136,8 @@ class Hoist:
         scale: The tensor whose part travels as the rows' scales, if they too are computed from the gathered tensor.
         inside: All that is computed from the gathered tensor by such ops; without users, it goes.
         side_gathers: Small tensors that others use, each gathered on its own.
-        passenger: The root of those that has one fp32 number per row, which travels with the operand instead.
-        kept: Other users of what is computed from the gathered tensor; for them the original gather stays.
+        row_numbers: The root of those that has one fp32 number per row, which travels with the operand instead.
+        still_needed_by: Other users of what is computed from the gathered tensor; for them the original gather stays.
         overlapped_by: The matmuls after the fused op that run before the first of those users, beside that gather.
     """
 
@@ -148,8 +148,8 @@ class Hoist:
     cross_rank: tuple[CrossRankReduction, ...] = ()
     copies: tuple[fx.Node, ...] = ()
     side_gathers: tuple[SideGather, ...] = ()
-    passenger: fx.Node | None = None
-    kept: tuple[fx.Node, ...] = ()
+    row_numbers: fx.Node | None = None
+    still_needed_by: tuple[fx.Node, ...] = ()
     overlapped_by: tuple[fx.Node, ...] = ()
 
     @property
@@ -168,9 +168,9 @@ class Hoist:
         ]
 
     @property
-    def travels(self) -> tuple[fx.Node, ...]:
+    def gathered(self) -> tuple[fx.Node, ...]:
         """The tensors whose parts the fused op gathers."""
-        return tuple(node for node in (self.operand, self.scale, self.passenger) if node is not None)
+        return tuple(node for node in (self.operand, self.scale, self.row_numbers) if node is not None)
 
 
 class _Chain:
@@ -234,7 +234,7 @@ class GatherChain(_Chain):
     All matmuls share `placement`, and the options of a scaled matmul. `views` lie between the wait and the
     operands. `returned` is what other users than the matmuls get from the fused op: the matmuls' one operand, or the
     gathered tensor itself. `scale` is the gather that brings the shard's scales, of rows or blocks, when the program
-    gathers them too, and `scale_placement` where it puts them. `passenger` is one of numbers that scale the matmuls'
+    gathers them too, and `scale_placement` where it puts them. `row_numbers` is one of numbers that scale the matmuls'
     results instead. With a `hoist`, `views` holds the ops between too, and placements are those of its operand and
     scale. The fused op stands where the gather does, unless what it needs besides depends on a later communication:
     then it `follows` that, and ranks must agree on it, since the gather changes its place among the collectives. `cuts`
@@ -248,7 +248,7 @@ class GatherChain(_Chain):
     returned: fx.Node | None
     scale: Collective | None = None
     scale_placement: GatherPlacement | None = None
-    passenger: Passenger | None = None
+    row_numbers: RowNumbers | None = None
     hoist: Hoist | None = None
     follows: fx.Node | None = None
     cuts: tuple[Cut, ...] = ()
@@ -259,24 +259,24 @@ class GatherChain(_Chain):
         return self.collective.source
 
     @property
-    def whole_scale(self) -> fx.Node | None:
+    def gathered_scale(self) -> fx.Node | None:
         """The scales of which the fused op gathers the ranks' parts too: gathered ones, or computed from such data."""
         if self.scale is not None:
             return self.scale.node
         return None if self.hoist is None else self.hoist.scale
 
     @property
-    def whole_passenger(self) -> fx.Node | None:
+    def gathered_row_numbers(self) -> fx.Node | None:
         """The numbers of which it gathers the ranks' parts too, to return them."""
-        if self.passenger is not None:
-            return self.passenger.gather.node
-        return None if self.hoist is None else self.hoist.passenger
+        if self.row_numbers is not None:
+            return self.row_numbers.gather.node
+        return None if self.hoist is None else self.hoist.row_numbers
 
     @property
     def joined(self) -> tuple[Collective, ...]:
         """The gathers besides that of the data that the fused op stands for."""
-        passenger = None if self.passenger is None else self.passenger.gather
-        return tuple(gather for gather in (self.scale, passenger) if gather is not None)
+        row_numbers = None if self.row_numbers is None else self.row_numbers.gather
+        return tuple(gather for gather in (self.scale, row_numbers) if gather is not None)
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -332,7 +332,7 @@ class GatherChain(_Chain):
         """The sizes of the views around the fused op, and of what is computed on the shard or gathered on its own."""
         whole = (cut.whole for cut in self.cuts)
         nodes = (self.collective.node, *(matmul.node for matmul in self.matmuls), *whole, *self.inputs)
-        beside = [self.scale_placement, None if self.passenger is None else self.passenger.placement]
+        beside = [self.scale_placement, None if self.row_numbers is None else self.row_numbers.placement]
         ways = [self.placement.shard, *(one.shard for one in beside if one is not None)]
         found = [*_placed(self.placement, ways, _known(nodes, sizes)), *(cut.length for cut in self.cuts)]
         return found if self.hoist is None else [*found, *self.hoist.sizes_written(sizes)]

@@ -82,7 +82,7 @@ def _gathers(
         context.fixed |= stuck
         found = _searched(context, wanted, allowed)
     for node in _on_cycles(context, _gather_chains(found)):
-        found[node] = _without_passenger(context, found[node])
+        found[node] = _without_row_numbers(context, found[node])
     for node, refusal in _cycles(context, found).items():
         found[node] = replace(found[node], chain=None, refusals=(refusal,))
     for candidate in list(found.values()):
@@ -114,14 +114,14 @@ def _following_on_cycles(context: MatchContext, found: Mapping[fx.Node, Candidat
     return {node for node in _on_cycles(context, chains) if chains[node].follows is not None}
 
 
-def _without_passenger(context: MatchContext, candidate: Candidate) -> Candidate:
-    """A candidate whose chain has no passenger that is only returned."""
+def _without_row_numbers(context: MatchContext, candidate: Candidate) -> Candidate:
+    """A candidate whose chain has no row numbers that are only returned."""
     chain = candidate.chain
-    if not isinstance(chain, GatherChain) or chain.passenger is None:
+    if not isinstance(chain, GatherChain) or chain.row_numbers is None:
         return candidate
-    propagation = context.propagation_of(chain.passenger.gather)
+    propagation = context.propagation_of(chain.row_numbers.gather)
     views = tuple(node for node in chain.views if not propagation.has(node))
-    alone = replace(chain, passenger=None, views=views, follows=None)
+    alone = replace(chain, row_numbers=None, views=views, follows=None)
     return candidate_of(context, following(context, alone), candidate.left_out)
 
 

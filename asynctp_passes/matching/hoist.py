@@ -31,26 +31,26 @@ from asynctp_passes.torch_private import symbolic_sizes, torch_ops
 __all__ = ["chains_of"]
 
 
-def chains_of(region: ShardRegion, products: Iterable[PlacedMatmul]) -> Iterator[GatherChain]:
+def chains_of(region: ShardRegion, placed: Iterable[PlacedMatmul]) -> Iterator[GatherChain]:
     """Chains, each of the matmuls that one fused op can compute together. At most one of the chains is fused.
 
     Rows are preferred to the contraction, since chunks of rows finish early, then the earlier matmul.
     """
     alike: dict[Any, list[PlacedMatmul]] = {}
-    for one in sorted(products, key=lambda one: one.placement.axis != "rows"):
+    for one in sorted(placed, key=lambda one: one.placement.axis != "rows"):
         alike.setdefault(_key(region, one), []).append(one)
     return (_chain(region, chosen) for chosen in alike.values())
 
 
-def _chain(region: ShardRegion, products: Sequence[PlacedMatmul]) -> GatherChain:
-    lead, matmuls = products[0], tuple(one.matmul for one in products)
+def _chain(region: ShardRegion, placed: Sequence[PlacedMatmul]) -> GatherChain:
+    lead, matmuls = placed[0], tuple(one.matmul for one in placed)
     used = region.used_elsewhere(set(nodes_of(matmuls)))
     returned, copies = _returned(region, used, matmuls)
     held = set() if returned is None else set(views_of([returned]))
     served = _served(region, copies, held)
     used = {node: users for node, users in used.items() if node not in held and region.home[node] not in served}
-    hoist = _hoist(region, used, products, copies, held) if region.members else None
-    ends = [end for one in products for end in one.ends] + [one.node for one in (hoist.side_gathers if hoist else ())]
+    hoist = _hoist(region, used, placed, copies, held) if region.members else None
+    ends = [end for one in placed for end in one.ends] + [one.node for one in (hoist.side_gathers if hoist else ())]
     return GatherChain(
         collective=region.gather,
         matmuls=matmuls,
@@ -64,7 +64,7 @@ def _chain(region: ShardRegion, products: Sequence[PlacedMatmul]) -> GatherChain
 
 
 def _key(region: ShardRegion, one: PlacedMatmul) -> tuple[Any, ...]:
-    """Equal for products of the same left operand and scale of it, with the same options."""
+    """Equal for matmuls of the same left operand and scale of it, with the same options."""
     a, scaled = one.matmul.a, one.matmul.scaled
     operand = (region.twin(a), one.placement, value_of(a).dtype)
     if scaled is None:
@@ -102,24 +102,24 @@ def _is_copy(region: ShardRegion, root: fx.Node, operand: fx.Node) -> bool:
 
 
 def _hoist(
-    region: ShardRegion, used: Users, products: Sequence[PlacedMatmul], copies: tuple[fx.Node, ...], held: set[fx.Node]
+    region: ShardRegion, used: Users, placed: Sequence[PlacedMatmul], copies: tuple[fx.Node, ...], held: set[fx.Node]
 ) -> Hoist:
     """The ops to repeat on the shard for an operand and perhaps its scale, and what becomes of what is `used` else.
 
     The fused op returns what is `held`, and `copies` are made of that.
     """
-    lead, ends, side_gathers = products[0], products[0].ends, _side_gathers(region, used)
-    passenger = (
-        None if len(ends) > 1 or lead.matmul.scaled is None else _passenger(region, side_gathers, lead.placement)
+    lead, ends, side_gathers = placed[0], placed[0].ends, _side_gathers(region, used)
+    row_numbers = (
+        None if len(ends) > 1 or lead.matmul.scaled is None else _row_numbers(region, side_gathers, lead.placement)
     )
     served = _served(region, [*side_gathers, *copies], held)
     others = [user for node, users in used.items() if region.home[node] not in served for user in users]
     needed = _needed(
-        region, [*side_gathers, *(source for one in products for source in (one.matmul.a, *one.matmul.operands))]
+        region, [*side_gathers, *(source for one in placed for source in (one.matmul.a, *one.matmul.operands))]
     )
     cross_rank = {one: equal for one, equal in region.cross_rank.items() if one in needed or not others}
     left = [node for one, equal in region.cross_rank.items() if one not in cross_rank for node in equal]
-    kept = region.context.sorted([*others, *left])
+    still_needed_by = region.context.sorted([*others, *left])
     sources = [source for one in cross_rank for source in region.sources(one)]
     return Hoist(
         steps=tuple(_step(region, root) for root in roots_above(region, [*ends, *side_gathers, *sources])),
@@ -133,20 +133,23 @@ def _hoist(
         side_gathers=tuple(
             SideGather(one, region.twin(one), region.roots[one].outer, region.roots[one].block) for one in side_gathers
         ),
-        passenger=passenger,
-        kept=kept,
-        overlapped_by=_matmuls_between(region, lead.matmul.node, kept),
+        row_numbers=row_numbers,
+        still_needed_by=still_needed_by,
+        overlapped_by=_matmuls_between(region, lead.matmul.node, still_needed_by),
     )
 
 
 def _needed(region: ShardRegion, ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """Those reductions over all ranks' rows, each the first of its value, that `ends` are computed from."""
+    """The reductions over all ranks' rows that `ends` are computed from; of equal ones, the first."""
     above = reachable(ends, where=lambda node: node in region.home or node in region.known)
     return {region.known[node] for node in above if node in region.known} & region.cross_rank.keys()
 
 
-def _passenger(region: ShardRegion, side_gathers: Sequence[fx.Node], data: GatherPlacement) -> fx.Node | None:
-    """The first of small roots that has one fp32 number for each row of the data, in the rows' order; its twin."""
+def _row_numbers(region: ShardRegion, side_gathers: Sequence[fx.Node], data: GatherPlacement) -> fx.Node | None:
+    """The first root that is gathered on its own and has one fp32 number for each row of the data, in their order.
+
+    It is named by its twin, the first root that holds the same. None where no root does.
+    """
     for root in side_gathers if data.axis == "rows" else ():
         value, found = tensor_of(root), region.roots[root]
         in_order = same(found.outer, data.outer) and same(found.block, data.inner)
@@ -199,9 +202,9 @@ def _served(region: ShardRegion, side_gathers: Sequence[fx.Node], held: Containe
     return served
 
 
-def _matmuls_between(region: ShardRegion, first: fx.Node, kept: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+def _matmuls_between(region: ShardRegion, first: fx.Node, still_needed_by: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     """The matmuls after `first` that run before the first user of the kept gather."""
-    if not kept:
+    if not still_needed_by:
         return ()
     order = region.context.order
-    return tuple(node for node in region.context.nodes[order[first] + 1 : order[kept[0]]] if is_matmul(node))
+    return tuple(node for node in region.context.nodes[order[first] + 1 : order[still_needed_by[0]]] if is_matmul(node))

@@ -84,16 +84,18 @@ def summed(
                 continue
             last = chain.collective.node
             own = {node: fused[node].nodes if node in chains else candidates[node].collective.nodes for node in members}
-            whole = _whole(context, chain, fused[last], own, inside)
-            if allowed(whole):
-                owner |= dict.fromkeys(whole.nodes, whole)
+            sum_candidate = _sum_candidate(context, chain, fused[last], own, inside)
+            if allowed(sum_candidate):
+                owner |= dict.fromkeys(sum_candidate.nodes, sum_candidate)
                 joining = {node: replace(candidates[node], nodes=own[node]) for node in members}
-                found |= {node: replace(one, chain=None, refusals=(), joins=whole) for node, one in joining.items()}
-                found[last] = whole
+                found |= {
+                    node: replace(one, chain=None, refusals=(), joins=sum_candidate) for node, one in joining.items()
+                }
+                found[last] = sum_candidate
     return found
 
 
-def _whole(
+def _sum_candidate(
     context: MatchContext,
     chain: ScatterChain,
     last: Candidate,
@@ -231,10 +233,10 @@ def _joined(
         if not all(context.can_add(last.matmuls[0], matmul) for matmul in other.matmuls):
             return None
     own = [_counted(chain, counts[chain.collective.node]) for chain in (last, *others)]
-    whole = [chain for chain in own if chain is not None]
-    if len(whole) < len(own):
+    counted = [chain for chain in own if chain is not None]
+    if len(counted) < len(own):
         return None
-    added = [term for chain in whole for term in chain.added]
+    added = [term for chain in counted for term in chain.added]
     for member, early in members:
         if member.node not in chains:
             source = _in_order_of_products(context, member, early, last)
@@ -243,9 +245,9 @@ def _joined(
             added.append(Term(source, counts[member.node], early))
     results = {member.node for member, _ in members}
     return replace(
-        whole[0],
-        matmuls=tuple(one for chain in whole for one in chain.matmuls),
-        views=context.sorted(node for chain in whole for node in chain.views),
+        counted[0],
+        matmuls=tuple(one for chain in counted for one in chain.matmuls),
+        views=context.sorted(node for chain in counted for node in chain.views),
         added=tuple(added),
         joined=tuple(member for member, _ in members if member is not last.collective),
         added_after=tuple(Term(node, count) for node, count in counts.items() if node not in results),

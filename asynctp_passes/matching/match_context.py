@@ -19,7 +19,7 @@ from asynctp_passes.ir.traversal import reachable, segments
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.propagation import Propagation, is_view, propagate, shares_memory, views_of
 from asynctp_passes.matching import near_miss
-from asynctp_passes.matching.scaled_epilogue import read_product, scalings
+from asynctp_passes.matching.scaled_epilogue import read_scaled_result, scalings
 from asynctp_passes.reasons import Refusal
 
 __all__ = ["MatchContext", "frozen", "in_blocks", "is_pure"]
@@ -35,7 +35,7 @@ class MatchContext:
         nodes: The nodes in order.
         order: Where each of them stands.
         propagations: For each gather the index maps from its result on, or why nothing can be said about it.
-        product: `read_product`, kept.
+        matmul_of: `read_scaled_result`, each node read once.
         fixed: Gathers whose fused op stands where they do, whatever that costs.
     """
 
@@ -46,7 +46,7 @@ class MatchContext:
         self.nodes = list(graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.propagations = {c.node: self._propagation(c) for c in collectives if c.kind == "all_gather"}
-        self.product = functools.cache(read_product)
+        self.matmul_of = functools.cache(read_scaled_result)
         self.fixed: set[fx.Node] = set()
 
     def _propagation(self, gather: Collective) -> Propagation | Refusal:
@@ -173,7 +173,7 @@ class MatchContext:
         return self._limit(gather, opaque=True)
 
     def _limit(self, gather: Collective, opaque: bool) -> int:
-        """The same, where opaque ops count or do not."""
+        """`until` of a gather, where opaque ops count or do not."""
         start = self.order[gather.node]
         if gather.node in self.fixed:
             return start
@@ -191,7 +191,7 @@ class MatchContext:
 
     @functools.cached_property
     def opaque(self) -> list[fx.Node]:
-        """The opaque ops: fixed points among what communicates."""
+        """The opaque ops, which may communicate: collectives keep their places among them."""
         return [node for node in self._communications if is_opaque(node)]
 
     @functools.cached_property

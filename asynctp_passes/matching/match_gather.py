@@ -19,7 +19,7 @@ from asynctp_passes.ir.sizes import product
 from asynctp_passes.layout.placement import GatherPlacement
 from asynctp_passes.layout.propagation import Propagation
 from asynctp_passes.matching import near_miss
-from asynctp_passes.matching.chains import Candidate, GatherChain, Passenger
+from asynctp_passes.matching.chains import Candidate, GatherChain, RowNumbers
 from asynctp_passes.matching.hoist import chains_of
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.missed_gather import missed_gather
@@ -33,7 +33,7 @@ __all__ = ["candidate_of", "following", "match_gather"]
 
 
 _Searched = tuple[ShardRegion, list[PlacedMatmul], dict[fx.Node, Refusal]]
-"""A region, those of its products that may be fused, and what `placed_matmuls` says of other matmuls."""
+"""A region, those of its matmuls that may be fused, and what `placed_matmuls` says of other matmuls."""
 
 
 def match_gather(
@@ -47,17 +47,17 @@ def match_gather(
     if isinstance(propagation, Refusal):
         return Candidate(gather, None, (propagation,), (gather.node,))
     region = ShardRegion(context, gather)
-    products, missed = placed_matmuls(region)
-    searched, hoisted, refused = [(region, products, missed)], list[PlacedMatmul](), dict[fx.Node, Refusal]()
+    placed, missed = placed_matmuls(region)
+    searched, hoisted, refused = [(region, placed, missed)], list[PlacedMatmul](), dict[fx.Node, Refusal]()
     if any(user in context.ways_down for user in propagation.all_users()):
-        grown, plain = ShardRegion(context, gather), {one.matmul.node for one in products}
+        grown, not_hoisted = ShardRegion(context, gather), {one.matmul.node for one in placed}
         grown.grow()
         computed, why = placed_matmuls(grown)
-        hoisted = [one for one in computed if one.matmul.node not in plain]
-        searched.insert(1 if _in_rows(products) else 0, (grown, _in_rows(hoisted) if products else hoisted, why))
+        hoisted = [one for one in computed if one.matmul.node not in not_hoisted]
+        searched.insert(1 if _in_rows(placed) else 0, (grown, _in_rows(hoisted) if placed else hoisted, why))
         refused = {**grown.refused, **why}
     late: dict[fx.Node, Refusal] = {}
-    found = _with_chains(context, searched, [*products, *hoisted], wanted, late)
+    found = _with_chains(context, searched, [*placed, *hoisted], wanted, late)
     first = next(found, None)
     if first is None:
         return missed_gather(region, {**missed, **late}, refused)
@@ -67,16 +67,16 @@ def match_gather(
 def _with_chains(
     context: MatchContext,
     searched: Iterable[_Searched],
-    all_products: Sequence[PlacedMatmul],
+    all_placed: Sequence[PlacedMatmul],
     wanted: set[fx.Node],
     late: dict[fx.Node, Refusal],
 ) -> Iterator[Candidate]:
-    """A gather with each of its chains; products that are not `wanted` elsewhere are preferred.
+    """A gather with each of its chains; matmuls that are not `wanted` elsewhere are preferred.
 
     Not those whose scales are gathered too late, by a gather that cannot become part of this one: they go to `late`.
     """
-    for region, products, missed in searched:
-        free = [one for one in products if one.matmul.node not in wanted] or products
+    for region, placed, missed in searched:
+        free = [one for one in placed if one.matmul.node not in wanted] or placed
         for chain in chains_of(region, free):
             joined = _joined(region, chain)
             for one in (joined,) if joined is chain else (joined, chain):
@@ -86,13 +86,11 @@ def _with_chains(
                 if refusal is not None:
                     late |= {matmul.node: refusal for matmul in followed.matmuls}
                 else:
-                    yield candidate_of(
-                        context, followed, _left_out(context, followed, all_products, {**missed, **late})
-                    )
+                    yield candidate_of(context, followed, _left_out(context, followed, all_placed, {**missed, **late}))
 
 
-def _in_rows(products: Iterable[PlacedMatmul]) -> list[PlacedMatmul]:
-    return [one for one in products if one.placement.axis == "rows"]
+def _in_rows(placed: Iterable[PlacedMatmul]) -> list[PlacedMatmul]:
+    return [one for one in placed if one.placement.axis == "rows"]
 
 
 def candidate_of(context: MatchContext, chain: GatherChain, left_out: Iterable[str]) -> Candidate:
@@ -109,13 +107,16 @@ def following(context: MatchContext, chain: GatherChain) -> GatherChain:
 
 
 def _left_out(
-    context: MatchContext, chain: GatherChain, products: Iterable[PlacedMatmul], missed: Mapping[fx.Node, Refusal]
+    context: MatchContext, chain: GatherChain, placed: Iterable[PlacedMatmul], missed: Mapping[fx.Node, Refusal]
 ) -> tuple[str, ...]:
     """Notes on other matmuls of the gathered tensor, which the fused op returns to them unless its gather stays."""
-    fused, kept = {matmul.node for matmul in chain.matmuls}, () if chain.hoist is None else chain.hoist.kept
-    others = [one.matmul.node for one in products if one.matmul.node not in fused and one.matmul.node not in kept]
+    fused, use_gather = (
+        {matmul.node for matmul in chain.matmuls},
+        () if chain.hoist is None else chain.hoist.still_needed_by,
+    )
+    others = [one.matmul.node for one in placed if one.matmul.node not in fused and one.matmul.node not in use_gather]
     takers = [*others, *(node for node, refusal in missed.items() if refusal.reason.serves_others)]
-    gradients = [node.name for node in context.sorted(takers) if contracts_rows(node) and node not in kept]
+    gradients = [node.name for node in context.sorted(takers) if contracts_rows(node) and node not in use_gather]
     views = set(context.propagation_of(chain.collective).all_users())
     notes = [
         f"{node.name}{'' if node in views else ', of what is computed from it,'} stays a matmul of its own"
@@ -133,7 +134,7 @@ def _joined(data: ShardRegion, chain: GatherChain) -> GatherChain:
     place, scaled = chain.placement, chain.matmuls[0].scaled
     if chain.hoist is not None or place.axis != "rows" or scaled is None:
         return chain
-    return _with_scales(data, chain, scaled) or _with_passenger(data, chain) or chain
+    return _with_scales(data, chain, scaled) or _with_row_numbers(data, chain) or chain
 
 
 def _with_scales(data: ShardRegion, chain: GatherChain, scaled: ScaledOptions) -> GatherChain | None:
@@ -153,31 +154,31 @@ def _with_scales(data: ShardRegion, chain: GatherChain, scaled: ScaledOptions) -
     return replace(chain, scale=scale, scale_placement=placement, views=context.sorted([*chain.views, *views]))
 
 
-def _with_passenger(data: ShardRegion, chain: GatherChain) -> GatherChain | None:
+def _with_row_numbers(data: ShardRegion, chain: GatherChain) -> GatherChain | None:
     """With a gather of one number per row, used only to scale the matmuls' results: it can travel with the data.
 
     The numbers come with the fused op then, so that nothing which that needs may be computed from them.
     """
-    context, gather, products = data.context, chain.collective, [matmul.node for matmul in chain.matmuls]
+    context, gather, matmul_nodes = data.context, chain.collective, [matmul.node for matmul in chain.matmuls]
     needed = [gather.source, *(node for matmul in chain.matmuls for node in matmul.operands)]
-    multiplications = scalings(products)
+    multiplications = scalings(matmul_nodes)
     for other in context.collectives:
         followed = other.node is not gather.node and isinstance(context.propagations.get(other.node), Propagation)
         if not followed or dtype_of(other.node) != torch.float32 or not _of_one_group(other, gather):
             continue
         region = ShardRegion(context, other)
-        passenger = _rows_that_scale(region, chain.placement, multiplications)
-        if passenger is None or any(context.depends(node, other.node) for node in needed):
+        row_numbers = _rows_that_scale(region, chain.placement, multiplications)
+        if row_numbers is None or any(context.depends(node, other.node) for node in needed):
             continue
         if data.late(other.source) is not None:
             continue
-        views = region.views_to([passenger.end])
-        if len({context.segments[node] for node in (*gather.nodes, *products, *other.nodes, *views)}) == 1:
-            return replace(chain, passenger=passenger, views=context.sorted([*chain.views, *views]))
+        views = region.views_to([row_numbers.end])
+        if len({context.segments[node] for node in (*gather.nodes, *matmul_nodes, *other.nodes, *views)}) == 1:
+            return replace(chain, row_numbers=row_numbers, views=context.sorted([*chain.views, *views]))
     return None
 
 
-def _rows_that_scale(region: ShardRegion, data: GatherPlacement, multiplications: set[fx.Node]) -> Passenger | None:
+def _rows_that_scale(region: ShardRegion, data: GatherPlacement, multiplications: set[fx.Node]) -> RowNumbers | None:
     """A gather whose one view that is used, by `multiplications`, is one number per row of the data."""
     used = region.used_elsewhere(set())
     end, users = next(iter(used.items())) if len(used) == 1 else (None, ())
@@ -190,7 +191,7 @@ def _rows_that_scale(region: ShardRegion, data: GatherPlacement, multiplications
     if isinstance(numbers, Refusal):
         return None
     placement = placed_scales(region, end, numbers, ScalesOfA(), data)
-    return Passenger(region.gather, placement, end) if isinstance(placement, GatherPlacement) else None
+    return RowNumbers(region.gather, placement, end) if isinstance(placement, GatherPlacement) else None
 
 
 def _of_one_group(a: Collective, b: Collective) -> bool:

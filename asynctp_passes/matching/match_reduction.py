@@ -37,21 +37,21 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
     """A reduce-scatter or an all-reduce: a sum of matmuls, or why it is not seen as one."""
     padding = find_padding(context, scatter.source) if scatter.kind == "reduce_scatter" else None
     region, leaves = _region(context, scatter.source if padding is None else padding.source)
-    products = context.sorted(leaf for leaf in leaves if context.product(leaf) is not None)
+    matmul_nodes = context.sorted(leaf for leaf in leaves if context.matmul_of(leaf) is not None)
     way = _way_up(context, scatter, leaves)
     chain = (
-        _scatter_chain(context, scatter, region, products, padding)
-        if products
+        _scatter_chain(context, scatter, region, matmul_nodes, padding)
+        if matmul_nodes
         else _near_scatter(context, scatter, _looked_up(region) or leaves, way)
     )
     if isinstance(chain, Refusal):
         trimmed = chain.reason is reasons.PIECES_MISSING
-        if trimmed and (pad := _padding(leaf for leaf in products if is_matmul(leaf))) is not None:
+        if trimmed and (pad := _padding(leaf for leaf in matmul_nodes if is_matmul(leaf))) is not None:
             chain = Refusal(reasons.MATMUL_PADDED, pad)
-        others = context.sorted(leaves.difference(products))
+        others = context.sorted(leaves.difference(matmul_nodes))
         if chain.reason is reasons.SUM_HAS_OTHER_TERM and others:
             chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {near_miss.callers(others)}")
-        shown = [*region, *products, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
+        shown = [*region, *matmul_nodes, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
         return Candidate(
             scatter, None, (chain,), context.sorted(shown), weights=_reduces_weights(context, scatter, shown)
         )
@@ -63,14 +63,14 @@ def _scatter_chain(
     context: MatchContext,
     scatter: Collective,
     region: set[fx.Node],
-    products: Sequence[fx.Node],
+    matmul_nodes: Sequence[fx.Node],
     padding: Padding | None,
 ) -> ScatterChain | Refusal:
     """Prove that the collective's input is a sum of matmuls, arranged by rank (or in any way, to be all-reduced).
 
-    Or that what is padded to become its input is such a sum, in the products' own order.
+    With a `padding`, the tensor that is padded has to be such a sum, in the order of the matmuls' results.
     """
-    matmuls = _read_terms(context, products)
+    matmuls = _read_terms(context, matmul_nodes)
     if isinstance(matmuls, Refusal):
         return matmuls
     alike = _most_alike(context, matmuls)
@@ -82,27 +82,27 @@ def _scatter_chain(
     rows = product(lines)
     if same(rows * columns, 0):
         return Refusal(reasons.NO_ELEMENTS, scatter.node.name)
-    nodes = context.sorted([*region, *products])
+    nodes = context.sorted([*region, *matmul_nodes])
     now = context.segments[scatter.node]  # a copy of a product that was changed since then is a term like any other
     sources = [one.node for one in matmuls if one in alike or context.segments[one.node] == now]
     propagation = propagate(nodes, sources_of(sources, context.sizes), context.sizes, sums=True)
     end = scatter.source if padding is None else padding.source
-    whole = propagation.maps.get(end)
-    if whole is None:
+    index_map = propagation.maps.get(end)
+    if index_map is None:
         return _first_refusal(propagation, nodes, scatter)
     sum_dtype = dtype_of(scatter.input)
     if sum_dtype != out.dtype and not (sum_dtype == torch.float32 and out.dtype in WIDENED):
         return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {sum_dtype}")
     if padding is not None:
-        is_product = whole == IndexMap.identity(padding.before) and same(padding.before[-1], columns)
+        is_product = index_map == IndexMap.identity(padding.before) and same(padding.before[-1], columns)
         if not is_product or not same(product(padding.before[:-1]), rows):
             return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{padding.nodes[0].name} pads a rearranged or cut product")
         if any(one.scaled is not None and one.scaled.of_a.rows > 1 for one in alike):
             return Refusal(reasons.SCALES_BLOCKWISE, f"{padding.nodes[0].name} pads what has scales of 128 rows")
         if (biased := next((one for one in alike if one.bias is not None), None)) is not None:
             return Refusal(reasons.UNEVEN_SHARDS, f"{biased.node.name} would add its bias to the padding, too")
-        whole, rows = padding.way, padding.rows
-    placement = _placement(context, scatter, whole, rows, columns)
+        index_map, rows = padding.way, padding.rows
+    placement = _placement(context, scatter, index_map, rows, columns)
     if isinstance(placement, Refusal):
         return placement
     if padding is not None and not (placement and padding.is_in_blocks(placement, scatter.group_size)):
@@ -122,7 +122,7 @@ def _scatter_chain(
     added = tuple(Term(node, terms.counts[node]) for node in context.sorted(terms.counts.keys() - own))
     converted = sum_dtype if sum_dtype != out.dtype else None
     chain = ScatterChain(
-        scatter, summed, whole, placement, context.sorted(inside - own), converted, added, terms.factor
+        scatter, summed, index_map, placement, context.sorted(inside - own), converted, added, terms.factor
     )
     return replace(chain, padding=padding)
 
@@ -139,7 +139,7 @@ def _region(context: MatchContext, end: fx.Node) -> tuple[set[fx.Node], set[fx.N
         sources = [source for source in node.all_input_nodes if _holds_tensors(source)]
         sources = sources[:1] if traits_of(node).view is View.PICK else sources
         follows = is_view(node) or is_sum(node)
-        if follows and sources and context.product(node) is None:
+        if follows and sources and context.matmul_of(node) is None:
             region.add(node)
             stack.extend(sources)
         else:
@@ -154,16 +154,16 @@ def _holds_tensors(node: fx.Node) -> bool:
 
 
 def _placement(
-    context: MatchContext, scatter: Collective, whole: IndexMap, rows: Size, columns: Size
+    context: MatchContext, scatter: Collective, index_map: IndexMap, rows: Size, columns: Size
 ) -> ScatterPlacement | Refusal | None:
     """Where the ranks' parts are in the product; None for an all-reduce, which takes its elements in any order."""
     if scatter.kind == "all_reduce":
-        return incomplete(whole, rows * columns)
-    blocks = _blocks_first(context, scatter, whole)
+        return incomplete(index_map, rows * columns)
+    blocks = _blocks_first(context, scatter, index_map)
     return locate_scatter(blocks, rows, columns, scatter.group_size) if isinstance(blocks, IndexMap) else blocks
 
 
-def _blocks_first(context: MatchContext, scatter: Collective, whole: IndexMap) -> IndexMap | Refusal:
+def _blocks_first(context: MatchContext, scatter: Collective, index_map: IndexMap) -> IndexMap | Refusal:
     """The map of what is scattered with the ranks' blocks as its first dimension."""
     value, part = tensor_of(scatter.input), tensor_of(scatter.node)
     if value is None or part is None:
@@ -174,21 +174,21 @@ def _blocks_first(context: MatchContext, scatter: Collective, whole: IndexMap) -
             reasons.SIZES_NOT_PROVEN, f"{list(part.shape)} is not a part of {list(sizes)} along dimension {dim}"
         )
     if dim == 0:
-        return whole
+        return index_map
     inner = quotient(sizes[dim], scatter.group_size)
     if inner is None:
         return Refusal(reasons.SIZES_NOT_PROVEN, f"{sizes[dim]} in blocks for {scatter.group_size} ranks")
-    blocks = whole.reshape((*sizes[:dim], scatter.group_size, inner, *sizes[dim + 1 :]))
+    blocks = index_map.reshape((*sizes[:dim], scatter.group_size, inner, *sizes[dim + 1 :]))
     if isinstance(blocks, Refusal):
         return blocks
     return blocks.permute([dim, *(axis for axis in range(len(sizes) + 1) if axis != dim)])
 
 
-def _read_terms(context: MatchContext, products: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
+def _read_terms(context: MatchContext, matmul_nodes: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
     """Read the matmuls of a sum."""
     matmuls: list[Matmul] = []
-    for node in products:
-        matmul = context.product(node)
+    for node in matmul_nodes:
+        matmul = context.matmul_of(node)
         assert matmul is not None
         if isinstance(matmul, Refusal):
             return matmul
@@ -237,10 +237,12 @@ def _reduces_weights(context: MatchContext, collective: Collective, nodes: Itera
     It is a vector, or each matmul that it comes from contracts over rows, and no matmul goes on with it: that would
     make it an activation, whatever its strides.
     """
-    products = [node for node in nodes if is_matmul(node)]
+    matmul_nodes = [node for node in nodes if is_matmul(node)]
     if near_miss.is_vector(collective.input):
         return True
-    return bool(products) and all(map(contracts_rows, products)) and collective.node not in context.above_matmuls
+    return (
+        bool(matmul_nodes) and all(map(contracts_rows, matmul_nodes)) and collective.node not in context.above_matmuls
+    )
 
 
 def _first_refusal(propagation: Propagation, region: Sequence[fx.Node], scatter: Collective) -> Refusal:

@@ -72,15 +72,15 @@ def _placed_matmul(region: ShardRegion, node: fx.Node) -> PlacedMatmul | Refusal
 def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
     """A matmul with the place of the ranks in its left operand and in the scale of that, if that is of the region."""
     a_scale = None if matmul.scaled is None else matmul.scaled.a_scale
-    travels = a_scale in region.home and a_scale not in region.cut_steps
+    scale_is_gathered = a_scale in region.home and a_scale not in region.cut_steps
     if matmul.a in region.cuts and not _has_one_scale(region, a_scale):
         return Refusal(reasons.UNEVEN_SHARDS, f"{region.cuts[matmul.a].steps[0].name} cuts rows that have scales")
     for operand in matmul.operands:
-        if not (travels and operand is a_scale) and region.needs_gather(operand):
+        if not (scale_is_gathered and operand is a_scale) and region.needs_gather(operand):
             cause = region.cause(operand) if operand is a_scale else None
             return cause or Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, operand.name)
         joins = operand is a_scale and operand in region.context.gather_of  # its gather may become part of this one
-        if not (travels and operand is a_scale) and not joins and (late := region.late(operand)) is not None:
+        if not (scale_is_gathered and operand is a_scale) and not joins and (late := region.late(operand)) is not None:
             return late
     view = region.rows_of(matmul.a)
     placement = view if isinstance(view, Refusal) else region.located(matmul.a, view)
@@ -90,7 +90,7 @@ def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
     quantized = matmul.scaled is not None or value_of(matmul.a).dtype == torch.int8
     if not quantized and (number := _first_number(region, matmul.a)) is not None:
         return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{op_name(number)} {number.name} takes a number")
-    if a_scale is None or matmul.scaled is None or not travels:
+    if a_scale is None or matmul.scaled is None or not scale_is_gathered:
         return PlacedMatmul(matmul, placement, None)
     scale = placed_scales(region, a_scale, region.view(a_scale), matmul.scaled.of_a, placement)
     if isinstance(scale, Refusal):

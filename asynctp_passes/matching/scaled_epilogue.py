@@ -37,7 +37,7 @@ from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view, scaling_of, shares_memory, widens
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["read_product", "scalings"]
+__all__ = ["read_scaled_result", "scalings"]
 
 _ROUNDED = {torch.bfloat16, torch.float16, torch.float32}
 
@@ -45,7 +45,7 @@ Kind = Literal["row", "column", "number"]
 Factor = tuple[Kind, fx.Node]
 
 
-def read_product(node: fx.Node) -> Matmul | Refusal | None:
+def read_scaled_result(node: fx.Node) -> Matmul | Refusal | None:
     """The matmul that `node` is, or is the scaled result of; why its form is not rewritten; None for other nodes."""
     if is_matmul(node):
         return read_term(node)

@@ -31,7 +31,7 @@ def gradient_of(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """
     signature, (backward, setup) = SIGNATURES[op], _GRADIENTS[op]
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         call: Call = signature.call(*inputs)
         ctx.has_scales = call.out_dtype is not None
         if not ctx.has_scales:
@@ -46,7 +46,7 @@ def gradient_of(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         found: tuple[Any, ...] = backward(ctx, *grads)
         return found
 
-    return differentiate, keep
+    return differentiate, save_inputs
 
 
 def refuse_lost_gradients(biases: Sequence[Tensor | None]) -> None:

@@ -77,12 +77,12 @@ class GatherCall(NamedTuple):
         return self.out_dtype or (torch.int32 if self.a_shard.dtype == torch.int8 else self.a_shard.dtype)
 
     @property
-    def travels(self) -> Tensor | None:
+    def row_numbers(self) -> Tensor | None:
         """Numbers that are gathered with the shard: its scales, or others that are only returned."""
         return self.a_scale if self.gather_a_scale else self.along_shard
 
     @property
-    def kept(self) -> bool:
+    def kept_by_all(self) -> bool:
         """Every rank keeps the gathered A."""
         return self.return_a_full if self.all_keep is None else self.all_keep
 

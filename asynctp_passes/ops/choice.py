@@ -81,7 +81,7 @@ def compares_calls(world_size: int) -> tuple[str, str]:
     cuda = _cuda()
     if cuda is None:
         return "triton is missing", ""
-    reason, alike = cuda.outlook(world_size, torch.cuda.current_device())
+    reason, alike = cuda.memory_outlook(world_size, torch.cuda.current_device())
     return reason, alike
 
 
@@ -202,7 +202,7 @@ class NoKernels:
             check(call)
         except ValueError:
             if group_and_size(call.group_name)[1] == call.group_size:
-                for part in (call.a_shard, call.travels):
+                for part in (call.a_shard, call.row_numbers):
                     if part is not None:
                         gather(part.reshape(1, -1), 0, call.group_size, call.group_name)
             raise

@@ -20,7 +20,7 @@ __all__ = ["FP8_DTYPES", "Mover", "all_reduce", "gather", "gather_with", "gather
 class Mover(Protocol):
     """Collectives of a group on a wire of its own, complete when they return; None where it has none for a call."""
 
-    def gather(self, shard: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
+    def gather(self, shard: Tensor, row_numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
         """All ranks' shards, and float32 numbers: [world, *shape] each."""
 
     def scatter(self, blocks: Tensor, reduce_op: str) -> Tensor | None:
@@ -37,16 +37,16 @@ def gathered_shape(shape: Sequence[int], dim: int, group_size: int) -> tuple[int
 
 
 def gather_with(
-    shard: Tensor, numbers: Tensor | None, dim: int, group_size: int, group_name: Any, mover: Mover | None
+    shard: Tensor, row_numbers: Tensor | None, dim: int, group_size: int, group_name: Any, mover: Mover | None
 ) -> tuple[Tensor, Tensor | None]:
     """All ranks' shards, and numbers, joined along `dim`: by the mover, if there is one and it can."""
     dim = normalize_dim(dim, shard.ndim)
-    found = None if mover is None else mover.gather(shard.contiguous(), numbers)
+    found = None if mover is None else mover.gather(shard.contiguous(), row_numbers)
     if found is not None:
         pieces, of_numbers = found
         return _joined(pieces, dim), None if of_numbers is None else _joined(of_numbers, dim)
     whole = gather(shard, dim, group_size, group_name)
-    return whole, None if numbers is None else gather(numbers, dim, group_size, group_name)
+    return whole, None if row_numbers is None else gather(row_numbers, dim, group_size, group_name)
 
 
 def _joined(pieces: Tensor, dim: int) -> Tensor:

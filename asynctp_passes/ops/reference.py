@@ -79,11 +79,11 @@ def run(call: Call, mover: Mover | None = None) -> Any:
 
 def _gather_then_multiply(call: GatherCall, mover: Mover | None) -> list[Tensor]:
     where = (call.gather_dim, call.group_size, call.group_name)
-    a_full, numbers = gather_with(call.a_shard, call.travels, *where, mover)
-    scale = numbers if call.gather_a_scale and numbers is not None else call.a_scale
+    a_full, row_numbers = gather_with(call.a_shard, call.row_numbers, *where, mover)
+    scale = row_numbers if call.gather_a_scale and row_numbers is not None else call.a_scale
     outs = [_matmul(call, i, a_full, scale) for i in range(len(call.bs))]
     outs += [a_full] if call.return_a_full else []
-    return [*outs, numbers] if call.along_shard is not None and numbers is not None else outs
+    return [*outs, row_numbers] if call.along_shard is not None and row_numbers is not None else outs
 
 
 # --- matmuls --------------------------------------------------------------------------------------------------------

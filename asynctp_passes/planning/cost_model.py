@@ -88,7 +88,7 @@ class Cost:
 
 
 def machine_for(node: fx.Node) -> Machine | None:
-    """The machine a node's tensor lives on, if its rates are known: in bf16, fp16 and fp8."""
+    """The machine that a node's tensor lives on; None where its rates are not known, or not for this dtype."""
     value = tensor_of(node)
     if value is None or value.device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -138,8 +138,8 @@ def cost_of(chain: Chain) -> Cost:
     """Bytes that a rank receives (gather), sends (scatter) or both (all-reduce) in the fused op, and its operations."""
     ranks, computed = chain.collective.group_size, _computed(chain.matmuls)
     if chain.hoist is not None:
-        travels = chain.hoist.travels
-        return replace(computed, comm_bytes=_sum(received_bytes(node, ranks) for node in travels))
+        gathered = chain.hoist.gathered
+        return replace(computed, comm_bytes=_sum(received_bytes(node, ranks) for node in gathered))
     own = bytes_of(chain.exchanged)
     if own is None or not ranks:
         return replace(computed, comm_bytes=None)
@@ -170,8 +170,8 @@ def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:
         return False
     if moved is None or before is None:
         moved, before = _itemsize(hoist.operand), _itemsize(chain.collective.node)
-    if not hoist.kept or moved >= before:
-        return moved < before or (moved == before and not hoist.kept)
+    if not hoist.still_needed_by or moved >= before:
+        return moved < before or (moved == before and not hoist.still_needed_by)
     estimate = _until_first_use(chain, hoist).estimate_us(machine)
     return not estimate or estimate["comm"] <= estimate["matmul"]
 

@@ -124,7 +124,7 @@ class Words:
         return self._place[collective.node]
 
     def of_saved(self, reduction: Collective) -> str:
-        """The reduction that is saved for the backward in place of its products."""
+        """The text of a reduction whose result is saved for the backward, in place of the matmuls it sums."""
         return f"save: {reduction.kind} {self._place[reduction.node]}"
 
     def of_kept(self, gather: Collective) -> str:
@@ -151,8 +151,8 @@ class Words:
         if chain.scale is not None and chain.scale_placement is not None:
             way = _way(chain.scale_placement.shard)
             texts.append(f"join: scales of all_gather {self._place[chain.scale.node]}{way} with all_gather {data}")
-        if chain.passenger is not None:
-            place, way = self._place[chain.passenger.gather.node], _way(chain.passenger.placement.shard)
+        if chain.row_numbers is not None:
+            place, way = self._place[chain.row_numbers.gather.node], _way(chain.row_numbers.placement.shard)
             texts.append(f"join: numbers of all_gather {place}{way} with all_gather {data}")
         return texts
 
@@ -166,12 +166,12 @@ class Words:
         sent = [told(hoist.operand) + _laid_out(chain.placement)]
         if hoist.scale is not None and chain.scale_placement is not None:
             sent.append(f"scales {told(hoist.scale)}{_laid_out(chain.scale_placement)}")
-        if hoist.passenger is not None:
-            sent.append(f"along {told(hoist.passenger)}")
+        if hoist.row_numbers is not None:
+            sent.append(f"along {told(hoist.row_numbers)}")
         extra = [f"over all ranks {told(one.step.node)}" for one in hoist.cross_rank]
-        roots = dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.passenger)
+        roots = dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.row_numbers)
         extra += [f"apart {told(root)}" for root in roots]
-        extra += ["and itself"] if hoist.kept else []
+        extra += ["and itself"] if hoist.still_needed_by else []
         return f"hoist: all_gather {own} sends {', '.join([*sent, *extra])}"
 
     def _computed(

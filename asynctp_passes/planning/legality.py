@@ -293,7 +293,7 @@ def passes_nothing_opaque(candidate: Candidate, context: Context) -> Refusal | N
 def kept_gather_can_move(candidate: Candidate, context: Context) -> Refusal | None:
     """A gather that stays beside a fused op comes after it, on all ranks: with the op it passes no random numbers."""
     chain = candidate.chain
-    if chain is None or chain.follows is None or chain.hoist is None or not chain.hoist.kept:
+    if chain is None or chain.follows is None or chain.hoist is None or not chain.hoist.still_needed_by:
         return None
     first, last = chain.collective.node, max(nodes_of(chain.matmuls))
     drawn = [node.name for node in draws(context.graph) if first < node < last]
@@ -441,7 +441,7 @@ def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
     if not isinstance(chain, GatherChain) or chain.hoist is None or hoist_pays(chain, chain.hoist):
         return None
     facts = f"{describe(chain.hoist.operand)} instead of {describe(chain.collective.node)}"
-    users = ", ".join(node.name for node in chain.hoist.kept)
+    users = ", ".join(node.name for node in chain.hoist.still_needed_by)
     needed = ", ".join(one.step.node.name for one in chain.hoist.cross_rank if one.needed)
     facts += f", which {users} needs too" if users else ""
     return Refusal(reasons.MOVES_MORE, facts + (f", after a gather of each rank's {needed}" if needed else ""))

@@ -153,16 +153,16 @@ class Plan:
         return {one.node: is_used for one, is_used in found.items() if one.kind == "all_gather" and on_wire(one)}
 
     @functools.cached_property
-    def kept(self) -> list[Collective]:
+    def kept_by_all(self) -> list[Collective]:
         """Gathers on asynctp's wire whose result is used, on this rank or by its peers. All ranks pull them."""
         found = [one.collective for one in self.candidates if one.collective.node in self.used]
         answers, words = self.context.answers, self.context.words
 
-        def is_kept(one: Collective) -> bool:
+        def is_kept_by_all(one: Collective) -> bool:
             answer = answers.get(one.group_key)
             return self.used[one.node] if answer is None else words.of_kept(one) in answer.agreed
 
-        return [one for one in found if is_kept(one)]
+        return [one for one in found if is_kept_by_all(one)]
 
     @property
     def dropped(self) -> list[Collective]:

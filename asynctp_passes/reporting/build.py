@@ -17,7 +17,7 @@ from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.crossings import crossings_of
 from asynctp_passes.ir.marks import REMATERIALIZED
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import called_name, describe, module_of, plain, source_of, value_of
+from asynctp_passes.ir.nodes import call_as_json, called_name, describe, module_of, source_of, value_of
 from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
@@ -161,7 +161,7 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
         costs = cost_model.cost_of(chain)
         facts |= {
             "message": "; ".join(notes),
-            "keeps_gather": chain.hoist is not None and bool(chain.hoist.kept),
+            "keeps_gather": chain.hoist is not None and bool(chain.hoist.still_needed_by),
             "comm_bytes": costs.comm_bytes,
             "flops": costs.flops,
             "estimate_us": costs.estimate_us(cost_model.machine_for(chain.matmuls[0].a)),
@@ -233,16 +233,16 @@ def _place_facts(chain: GatherChain) -> list[str]:
 def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:
     """The tensors that are gathered in its place and with it, each with the bytes that a rank receives."""
     gather, ranks = chain.collective.node, chain.collective.group_size
-    facts = [f"computed on the shard and gathered: {' and '.join(_amount(node, ranks) for node in hoist.travels)}"]
+    facts = [f"computed on the shard and gathered: {' and '.join(_amount(node, ranks) for node in hoist.gathered)}"]
     if hoist.cross_rank:
         found = ", ".join(f"{called_name(one.step.node)} {one.step.node.name}" for one in hoist.cross_rank)
         facts.append(f"over all ranks' rows, found by each rank in its own and gathered: {found}")
-    side_gathers = [one.node for one in hoist.side_gathers if one.root is not hoist.passenger]
+    side_gathers = [one.node for one in hoist.side_gathers if one.root is not hoist.row_numbers]
     if side_gathers:
         facts.append(f"gathered on their own: {', '.join(_amount(node, ranks) for node in side_gathers)}")
-    if not hoist.kept:
+    if not hoist.still_needed_by:
         return [*facts, f"the gather of {_amount(gather, ranks)} is gone"]
-    users = ", ".join(node.name for node in hoist.kept)
+    users = ", ".join(node.name for node in hoist.still_needed_by)
     return [*facts, f"the gather of {_amount(gather, ranks)} stays for {users}, and is waited for after the fused op"]
 
 
@@ -260,7 +260,7 @@ def with_calls(report: Report, calls: Mapping[str, Mapping[str, Any]]) -> Report
 
 def _with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:
     """The remark with what the fused op is called with, and what that makes it run here."""
-    told = plain(call)
+    told = call_as_json(call)
     if not told:
         return remark
     name = remark.op.removeprefix("asynctp::")

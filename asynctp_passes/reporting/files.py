@@ -63,14 +63,14 @@ def write_whole(path: Path, data: bytes) -> None:
     A link stays one, and a file keeps its permissions; a new one gets those of the user's umask.
     """
     place = path.resolve()
-    whole = place.with_name(f"{place.name}.{os.getpid()}")
+    written = place.with_name(f"{place.name}.{os.getpid()}")
     try:
-        whole.write_bytes(data)
+        written.write_bytes(data)
         if place.exists():
-            whole.chmod(stat.S_IMODE(place.stat().st_mode))
-        whole.replace(place)
+            written.chmod(stat.S_IMODE(place.stat().st_mode))
+        written.replace(place)
     finally:
-        whole.unlink(missing_ok=True)
+        written.unlink(missing_ok=True)
 
 
 def remedy(error: OSError, folder: bool) -> str:

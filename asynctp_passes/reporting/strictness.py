@@ -49,8 +49,10 @@ def raise_if_strict(graph: fx.Graph, report: Report, config: Config) -> None:
     inside = [part for part in parts.values() if part is not report and part.phase == report.phase]
     # of graphs that Dynamo does not compile, the picture knows no others
     elsewhere = max(0, sum(len(one.fused) for one in others) - sum(len(one.fused) for one in inside))
-    whole = dataclasses.replace(report, remarks=tuple(remark for part in parts.values() for remark in part.remarks))
-    _raise_if(whole, report, config, elsewhere, max(0, len(others) - len(inside)))
+    with_parts = dataclasses.replace(
+        report, remarks=tuple(remark for part in parts.values() for remark in part.remarks)
+    )
+    _raise_if(with_parts, report, config, elsewhere, max(0, len(others) - len(inside)))
 
 
 def raise_if_strict_across(report: Report, config: Config, elsewhere: int) -> None:
@@ -59,15 +61,15 @@ def raise_if_strict_across(report: Report, config: Config, elsewhere: int) -> No
     _raise_if(report, report, config, max(here, elsewhere))
 
 
-def _raise_if(whole: Report, own: Report, config: Config, elsewhere: int, earlier: int = 0) -> None:
+def _raise_if(judged: Report, own: Report, config: Config, elsewhere: int, earlier: int = 0) -> None:
     """Judge a report; `own` goes with the error, and `earlier` counts graphs of the same compile before it."""
-    fused = len(whole.fused) + elsewhere
-    failed = whole.missed or whole.internal_errors
-    none = whole.missed and not fused and not dynamo.is_cut_for_ddp()  # later pieces may fuse some
+    fused = len(judged.fused) + elsewhere
+    failed = judged.missed or judged.internal_errors
+    none = judged.missed and not fused and not dynamo.is_cut_for_ddp()  # later pieces may fuse some
     if (failed and config.strict == "all") or (none and config.strict == "zero"):
-        raise StrictError(_strict_message(whole, config, earlier), own)
-    if (fused or whole.missed) and fused < config.expect:
-        raise ExpectError(_expect_message(whole, config, fused, earlier), own)
+        raise StrictError(_strict_message(judged, config, earlier), own)
+    if (fused or judged.missed) and fused < config.expect:
+        raise ExpectError(_expect_message(judged, config, fused, earlier), own)
 
 
 def _name_of(report: Report, earlier: int) -> str:

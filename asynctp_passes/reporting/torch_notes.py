@@ -122,7 +122,7 @@ def _hidden(call: str, why: str, remedy: str, count: int) -> str:
 
 
 def _checkpoint_of_dtensors(graph: fx.Graph, version: str) -> str:
-    """torch 2.12 takes what forward saves for tensors, then objects; a random state comes after the objects."""
+    """A note on a graph that torch 2.12 cannot run: a saved random state, a tensor, comes after saved objects."""
     if not version.startswith(("2.12.", "2.13.0")):
         return ""
     (results,) = next(node.args for node in reversed(graph.nodes) if node.op == "output")

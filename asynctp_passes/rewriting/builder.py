@@ -19,7 +19,7 @@ from asynctp_passes.matching.chains import Bucket, Chain
 from asynctp_passes.planning.plan import Plan
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["INHERITED", "Builder", "RewriteState"]
+__all__ = ["INHERITED", "Builder", "RewriteState", "Site"]
 
 _aten = torch.ops.aten
 INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
@@ -35,7 +35,7 @@ class RewriteState:
         plan: All that is done to it.
         sizes: The sizes of its tensors.
         segment: Between which in-place operations each node belongs, new ones too.
-        kept: The gathers that every rank keeps.
+        kept_by_all: The gathers that every rank keeps.
         moved: The node that stands for one that was replaced: the result of one chain is often the input of the next.
         items: For the tensors of collectives of several, the marks of their places.
         fused: The fused op of each collective and matmul that became part of one.
@@ -46,7 +46,7 @@ class RewriteState:
     plan: Plan
     sizes: Sizes
     segment: dict[fx.Node, int]
-    kept: frozenset[fx.Node]
+    kept_by_all: frozenset[fx.Node]
     moved: dict[fx.Node, fx.Node] = field(default_factory=dict)
     items: dict[fx.Node, fx.Node] = field(default_factory=dict)
     fused: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -55,12 +55,24 @@ class RewriteState:
     @classmethod
     def of(cls, graph: fx.Graph, plan: Plan) -> RewriteState:
         """The state before the first edit."""
-        kept = frozenset(gather.node for gather in plan.kept)
-        return cls(graph, plan, plan.context.sizes, segments(graph), kept)
+        kept_by_all = frozenset(gather.node for gather in plan.kept_by_all)
+        return cls(graph, plan, plan.context.sizes, segments(graph), kept_by_all)
 
-    def is_kept(self, collective: Collective) -> bool:
+    def is_kept_by_all(self, collective: Collective) -> bool:
         """True for a gather that every rank keeps."""
-        return collective.node in self.kept
+        return collective.node in self.kept_by_all
+
+
+@dataclass(frozen=True)
+class Site:
+    """A collective that no matmul takes in, and that is made anew: what a `Builder` needs to know of it."""
+
+    collective: Collective
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The tensor that is communicated."""
+        return (self.collective.source,)
 
 
 class Builder:
@@ -71,7 +83,7 @@ class Builder:
         late: Those of them that may come late.
     """
 
-    def __init__(self, state: RewriteState, chain: Chain | Bucket, anchor: fx.Node) -> None:
+    def __init__(self, state: RewriteState, chain: Chain | Bucket | Site, anchor: fx.Node) -> None:
         self.state = state
         self.graph = state.graph
         self.sizes = state.sizes

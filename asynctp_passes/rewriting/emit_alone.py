@@ -23,15 +23,15 @@ from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Bucket
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning.legality import on_wire
-from asynctp_passes.rewriting.builder import Builder, RewriteState
+from asynctp_passes.rewriting.builder import Builder, RewriteState, Site
 from asynctp_passes.rewriting.cleanup import erase_unused, shared_by
 from asynctp_passes.rewriting.places import mark_items
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["IN_FLIGHT", "emit_alone", "emit_bucket", "emit_left_items", "leave_sms", "options_of"]
+__all__ = ["OWN_OPS", "emit_alone", "emit_bucket", "emit_left_items", "options_of", "use_own_op"]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
-IN_FLIGHT = {
+OWN_OPS = {
     "all_gather": torch.ops.asynctp.all_gather.default,
     "reduce_scatter": torch.ops.asynctp.reduce_scatter.default,
     "all_reduce": torch.ops.asynctp.all_reduce.default,
@@ -50,7 +50,7 @@ def emit_left_items(state: RewriteState) -> None:
     for call in dict.fromkeys(one.call for one in several if one.call is not None):
         marks = mark_items(state, call)
         for index, item in left_items(call).items():  # they would go with those that are taken in
-            _emit(Builder(state, Bucket((item,), call), marks[index]), item)
+            _emit(Builder(state, Site(item), marks[index]), item)
 
 
 def emit_alone(state: RewriteState) -> None:
@@ -60,7 +60,7 @@ def emit_alone(state: RewriteState) -> None:
     for collective in state.plan.alone:
         place = state.items.get(collective.node, collective.start)
         shares = shared_by((collective,))
-        build = Builder(state, Bucket((collective,), place), place)
+        build = Builder(state, Site(collective), place)
         _emit(build, collective)
         if build.made:  # else it stays where it is, and has become ours
             old |= {*collective.nodes, *shares, *(() if collective.call is None else collective.call.users)}
@@ -77,11 +77,11 @@ def _emit(build: Builder, collective: Collective) -> None:
     state, node, value = build.state, collective.node, tensor_of(collective.node)
     torchs = op_name(node).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
     if collective.call is None and torchs and value is not None and symbolic_sizes.is_contiguous(value):
-        leave_sms(collective, options_of(state, collective, state.is_kept(collective)))
+        use_own_op(collective, options_of(state, collective, state.is_kept_by_all(collective)))
         return
     ours = state.plan.is_own(collective) and on_wire(collective)
-    options = options_of(state, collective, state.is_kept(collective)) if ours else {}
-    op = (IN_FLIGHT if ours else _TORCHS)[collective.kind]
+    options = options_of(state, collective, state.is_kept_by_all(collective)) if ours else {}
+    op = (OWN_OPS if ours else _TORCHS)[collective.kind]
     done = build.call(_c10d.wait_tensor.default, build.call(op, *_started_with(build, collective), **options))
     if collective.is_unused:
         return
@@ -92,7 +92,7 @@ def _emit(build: Builder, collective: Collective) -> None:
 
 
 def _started_with(build: Builder, collective: Collective) -> list[Any]:
-    """The argument of the op of a single tensor: the ranks' blocks first, in row-major order."""
+    """The arguments of the op of a single tensor: the tensor with the ranks' blocks first, row-major, then how."""
     source, dim, ranks = build.now(collective.source), collective.dim, collective.group_size
     if collective.kind == "reduce_scatter" and dim:
         own = build.shape(source)
@@ -119,7 +119,7 @@ def _as_it_was(build: Builder, collective: Collective, done: fx.Node) -> fx.Node
     return build.permute(build.contiguous(build.permute(done, axes)), back)
 
 
-def leave_sms(collective: Collective, options: Mapping[str, Any]) -> None:
+def use_own_op(collective: Collective, options: Mapping[str, Any]) -> None:
     """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it.
 
     options: See `options_of`.
@@ -127,7 +127,7 @@ def leave_sms(collective: Collective, options: Mapping[str, Any]) -> None:
     node, values = collective.node, arguments(collective.node)
     reduction = (collective.reduce_op,) if collective.kind != "all_gather" else ()
     size = (collective.group_size,) if collective.kind != "all_reduce" else ()
-    node.target = IN_FLIGHT[collective.kind]
+    node.target = OWN_OPS[collective.kind]
     node.args, node.kwargs = (values["input"], *reduction, *size, collective.group), dict(options)
     node.meta.pop("eager_input_vals", None)  # of torch's op: Inductor would lay out its inputs by them
 
@@ -161,7 +161,7 @@ def emit_bucket(state: RewriteState, bucket: Bucket, front: fx.Node) -> fx.Node:
     flat = [build.reshape(build.now(node), (length,)) for node, length in zip(bucket.inputs, lengths, strict=True)]
     joined, first = build.call(_aten.cat.default, flat), bucket.collective
     ours = state.plan.is_own(first) and on_wire(first)
-    op, options = (IN_FLIGHT["all_reduce"], options_of(state, first)) if ours else (_TORCHS["all_reduce"], {})
+    op, options = (OWN_OPS["all_reduce"], options_of(state, first)) if ours else (_TORCHS["all_reduce"], {})
     total = build.call(op, joined, first.reduce_op, first.group, computes=_like_first, **options)
     done = build.call(_c10d.wait_tensor.default, total, computes=_like_first)
     pieces = build.call(_aten.split_with_sizes.default, done, lengths)

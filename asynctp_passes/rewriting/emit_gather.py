@@ -48,12 +48,12 @@ def emit_gather(build: Builder, chain: GatherChain) -> fx.Node:
     if chain.returned is not None:
         _return_gathered(build, chain, chain.returned, build.call(operator.getitem, op, last))
         last += 1
-    passenger = None if chain.whole_passenger is None else build.call(operator.getitem, op, last)
-    if chain.passenger is not None and passenger is not None:
-        passenger = _rows_in_place(build, chain, passenger)
-        build.replace(chain.passenger.end, build.reshape(passenger, build.shape(chain.passenger.end)))
+    row_numbers = None if chain.gathered_row_numbers is None else build.call(operator.getitem, op, last)
+    if chain.row_numbers is not None and row_numbers is not None:
+        row_numbers = _rows_in_place(build, chain, row_numbers)
+        build.replace(chain.row_numbers.end, build.reshape(row_numbers, build.shape(chain.row_numbers.end)))
     if chain.hoist is not None:
-        finish_side_gathers(build, chain.hoist, side_gathers, passenger)
+        finish_side_gathers(build, chain.hoist, side_gathers, row_numbers)
     read_sizes_elsewhere(build, chain)
     return op
 
@@ -91,7 +91,7 @@ def _call_gather(
     bs, biases = [right_operand(build, matmul) for matmul in matmuls], [row_bias(build, matmul) for matmul in matmuls]
     ending = (chain.returned is not None, gather.group_size, gather.group)
     scales = _scales(build, chain, shard, gather_dim, parts)
-    options = options_of(build.state, gather, build.state.is_kept(gather))
+    options = options_of(build.state, gather, build.state.is_kept_by_all(gather))
     op = torch.ops.asynctp.all_gather_matmul.default
     return build.call(op, shard, bs, biases, gather_dim, *ending, *scales, **options)
 
@@ -110,15 +110,17 @@ def _scales(
     b_scales = [column_scale(build, one) for one in scaled]
     how = [chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum]
     along = (
-        [] if chain.whole_passenger is None else [_passenger_part(build, chain, shard, parts[chain.whole_passenger])]
+        []
+        if chain.gathered_row_numbers is None
+        else [_part_of_row_numbers(build, chain, shard, parts[chain.gathered_row_numbers])]
     )
     return [a_scale, b_scales, *how, *along]
 
 
-def _passenger_part(build: Builder, chain: GatherChain, shard: fx.Node, part: fx.Node) -> fx.Node:
-    """The passenger's numbers, one per row in the shard's own dimensions."""
-    if chain.passenger is not None:
-        part = _part_as_sent(build, chain, build.rearranged(part, chain.passenger.placement.shard), 1)
+def _part_of_row_numbers(build: Builder, chain: GatherChain, shard: fx.Node, part: fx.Node) -> fx.Node:
+    """The row numbers, one per row in the shard's own dimensions."""
+    if chain.row_numbers is not None:
+        part = _part_as_sent(build, chain, build.rearranged(part, chain.row_numbers.placement.shard), 1)
     return build.reshape(part, [*build.shape(shard)[:-1], 1])
 
 
@@ -138,8 +140,8 @@ def _gather_scale(
     """The scale of A: one number, or per row or block in the shard's (or the gathered tensor's) own dimensions."""
     scaled, own = chain.matmuls[0].scaled, list(build.shape(shard))
     assert scaled is not None
-    if chain.whole_scale is not None and chain.scale_placement is not None:
-        part = build.bitcast(parts[chain.whole_scale], torch.float32)
+    if chain.gathered_scale is not None and chain.scale_placement is not None:
+        part = build.bitcast(parts[chain.gathered_scale], torch.float32)
         part = _part_as_sent(build, chain, build.rearranged(part, chain.scale_placement.shard), scaled.of_a.numbers)
         return build.reshape(part, shape_of_scales(own, scaled))
     if gather_dim < len(own) - 1:
@@ -163,14 +165,14 @@ def _return_gathered(build: Builder, chain: GatherChain, returned: fx.Node, full
     results = chain.collective.results
     if returned not in results:
         if not set(nodes_of(chain.matmuls)).issuperset(returned.users):
-            whole = build.reshape(_rows_of(build, chain, returned, full), build.shape(returned))
-            build.replace(returned, whole, unless=nodes_of(chain.matmuls))
+            gathered = build.reshape(_rows_of(build, chain, returned, full), build.shape(returned))
+            build.replace(returned, gathered, unless=nodes_of(chain.matmuls))
         for node in () if chain.hoist is None else chain.hoist.copies:
             build.replace(node, build.call(_aten.clone.default, build.reshape(full, build.shape(node))))
         return
-    whole = _as_collective_result(build, chain, full)
+    gathered = _as_collective_result(build, chain, full)
     for node in results:
-        build.replace(node, whole, unless=results)
+        build.replace(node, gathered, unless=results)
 
 
 def _as_collective_result(build: Builder, chain: GatherChain, full: fx.Node) -> fx.Node:
@@ -178,34 +180,34 @@ def _as_collective_result(build: Builder, chain: GatherChain, full: fx.Node) -> 
     collective, way = chain.collective, _placement_as_sent(chain).shard
     ranks, dim, own = collective.group_size, collective.dim, build.shape(chain.shard)
     sizes, leading = [way.sizes[axis] for axis in way.order], way.lengths[0]
-    whole = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
-    side_gathers = len(own) == len(way.sizes) and all(same(a, b) for a, b in zip(own, way.sizes, strict=True))
+    gathered = build.reshape(full, [*sizes[:leading], ranks, *sizes[leading:]])
+    same_sizes = len(own) == len(way.sizes) and all(same(a, b) for a, b in zip(own, way.sizes, strict=True))
     order = [axis + (axis >= leading) for axis in (way.order.index(axis) for axis in range(len(way.order)))]
-    order.insert(dim if side_gathers else 0, leading)
-    whole = build.permute(whole, order)
-    if dim and not side_gathers:
-        whole = build.reshape(whole, (ranks, *own))
-        whole = build.permute(whole, [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)])
-    whole = build.reshape(build.contiguous(whole), build.shape(collective.node))
-    return build.bitcast(whole, value_of(collective.node).dtype)
+    order.insert(dim if same_sizes else 0, leading)
+    gathered = build.permute(gathered, order)
+    if dim and not same_sizes:
+        gathered = build.reshape(gathered, (ranks, *own))
+        gathered = build.permute(gathered, [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)])
+    gathered = build.reshape(build.contiguous(gathered), build.shape(collective.node))
+    return build.bitcast(gathered, value_of(collective.node).dtype)
 
 
-def _rows_of(build: Builder, chain: GatherChain, operand: fx.Node, whole: fx.Node) -> fx.Node:
+def _rows_of(build: Builder, chain: GatherChain, operand: fx.Node, tensor: fx.Node) -> fx.Node:
     """Bring rows as they were sent to where an operand has them, without those that were cut off it."""
-    whole = _rows_in_place(build, chain, whole)
+    tensor = _rows_in_place(build, chain, tensor)
     cut = next((cut for cut in chain.cuts if cut.operand is operand), None)
     if cut is None:
-        return whole
-    whole = build.reshape(whole, (*build.shape(cut.whole)[:-1], build.shape(whole)[-1]))
-    return build.contiguous(build.call(_aten.slice.Tensor, whole, cut.dim, 0, build.size(cut.length)))
+        return tensor
+    tensor = build.reshape(tensor, (*build.shape(cut.whole)[:-1], build.shape(tensor)[-1]))
+    return build.contiguous(build.call(_aten.slice.Tensor, tensor, cut.dim, 0, build.size(cut.length)))
 
 
-def _rows_in_place(build: Builder, chain: GatherChain, whole: fx.Node, *, back: bool = False) -> fx.Node:
+def _rows_in_place(build: Builder, chain: GatherChain, tensor: fx.Node, *, back: bool = False) -> fx.Node:
     """Bring rows as they were sent to where the operand has them; or `back`, from there to how they are sent."""
     place, rows = chain.placement, chain.placement.row_order
     if chain.hoist is not None or place.shard.is_reshape or rows is None:
-        return whole
-    width, ranks = build.shape(whole)[-1], [chain.collective.group_size] if place.axis == "rows" else []
+        return tensor
+    width, ranks = build.shape(tensor)[-1], [chain.collective.group_size] if place.axis == "rows" else []
     sizes, first = [*ranks, *rows.sizes, width], len(ranks)
     order = [first + axis for axis in rows.order]
     if ranks:
@@ -213,7 +215,7 @@ def _rows_in_place(build: Builder, chain: GatherChain, whole: fx.Node, *, back: 
     order.append(len(sizes) - 1)
     if back:
         sizes, order = [sizes[axis] for axis in order], [order.index(axis) for axis in range(len(order))]
-    return build.reshape(build.permute(build.reshape(whole, sizes), order), (product(sizes[:-1]), width))
+    return build.reshape(build.permute(build.reshape(tensor, sizes), order), (product(sizes[:-1]), width))
 
 
 def _placement_as_sent(chain: GatherChain) -> GatherPlacement:

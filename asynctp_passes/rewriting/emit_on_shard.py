@@ -17,7 +17,7 @@ from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import CrossRankReduction, GatherChain, Hoist, Part, SideGather
 from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.rewriting.builder import Builder
-from asynctp_passes.rewriting.emit_alone import IN_FLIGHT, leave_sms, options_of
+from asynctp_passes.rewriting.emit_alone import OWN_OPS, options_of, use_own_op
 from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = ["finish_side_gathers", "nodes_after_kept_gather", "parts_on_shard", "start_side_gathers"]
@@ -58,10 +58,10 @@ def _find_over_ranks(build: Builder, gather: Collective, one: CrossRankReduction
 
 def _arranged(build: Builder, source: fx.Node, part: Part, like: fx.Node) -> fx.Node:
     """The part of a view, from that of its root; row-major where the whole view is, so that ops run as they did."""
-    whole = value_of(like)
-    seen = build.bitcast(source, whole.dtype)
+    value = value_of(like)
+    seen = build.bitcast(source, value.dtype)
     arranged = build.reshape(build.rearranged(seen, part.way), part.shape)
-    return build.contiguous(arranged) if symbolic_sizes.is_contiguous(whole) else arranged
+    return build.contiguous(arranged) if symbolic_sizes.is_contiguous(value) else arranged
 
 
 def start_side_gathers(build: Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -70,7 +70,7 @@ def start_side_gathers(build: Builder, chain: GatherChain, parts: dict[fx.Node, 
     roots = (
         []
         if hoist is None
-        else dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.passenger)
+        else dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.row_numbers)
     )
     return {root: _start_gather(build, chain.collective, build.contiguous(parts[root]), root) for root in roots}
 
@@ -78,35 +78,35 @@ def start_side_gathers(build: Builder, chain: GatherChain, parts: dict[fx.Node, 
 def _start_gather(build: Builder, gather: Collective, part: fx.Node, like: fx.Node) -> fx.Node:
     """Start to gather small parts along dim 0, by the transport of the gather that they belong to."""
     ours = build.state.plan.is_own(gather) and on_wire(gather)
-    start = IN_FLIGHT["all_gather"] if ours else _c10d.all_gather_into_tensor.default
+    start = OWN_OPS["all_gather"] if ours else _c10d.all_gather_into_tensor.default
     options = options_of(build.state, gather) if ours else {}
     return build.call(start, part, gather.group_size, gather.group, like=like, **options)
 
 
 def finish_side_gathers(
-    build: Builder, hoist: Hoist, started: dict[fx.Node, fx.Node], passenger: fx.Node | None
+    build: Builder, hoist: Hoist, started: dict[fx.Node, fx.Node], row_numbers: fx.Node | None
 ) -> None:
     """Wait for small tensors after the fused op, and give them to their users; equal ones do not share memory."""
     first = len(build.made)
     done: dict[fx.Node, fx.Node] = {}
     for one in hoist.side_gathers:
         if one.root in done:
-            whole = build.call(_aten.clone.default, build.reshape(done[one.root], build.shape(one.node)))
-        elif one.root is hoist.passenger and passenger is not None:
-            whole = done[one.root] = build.reshape(passenger, build.shape(one.node))
+            gathered = build.call(_aten.clone.default, build.reshape(done[one.root], build.shape(one.node)))
+        elif one.root is hoist.row_numbers and row_numbers is not None:
+            gathered = done[one.root] = build.reshape(row_numbers, build.shape(one.node))
         else:
-            whole = done[one.root] = _ranks_in_place(build, one, started[one.root])
-        build.replace(one.node, whole)
+            gathered = done[one.root] = _ranks_in_place(build, one, started[one.root])
+        build.replace(one.node, gathered)
     build.late += build.made[first:]
 
 
 def _ranks_in_place(build: Builder, one: SideGather, started: fx.Node) -> fx.Node:
     """Wait for a small tensor, which comes with the ranks outermost, and bring them to where they were."""
     ranks = started.args[1]
-    whole = build.call(_c10d.wait_tensor.default, started)
+    gathered = build.call(_c10d.wait_tensor.default, started)
     if not same(one.outer, 1):
-        whole = build.permute(build.reshape(whole, (ranks, one.outer, one.inner)), [1, 0, 2])
-    return build.reshape(whole, build.shape(one.node))
+        gathered = build.permute(build.reshape(gathered, (ranks, one.outer, one.inner)), [1, 0, 2])
+    return build.reshape(gathered, build.shape(one.node))
 
 
 def nodes_after_kept_gather(build: Builder, chain: GatherChain) -> set[fx.Node]:
@@ -117,7 +117,7 @@ def nodes_after_kept_gather(build: Builder, chain: GatherChain) -> set[fx.Node]:
     """
     gather, first = chain.collective, min(nodes_of(chain.matmuls))
     if is_only_awaited(gather):
-        leave_sms(gather, options_of(build.state, gather))
+        use_own_op(gather, options_of(build.state, gather))
     late = {*gather.waits, *build.late}
 
     def comes_late(node: fx.Node) -> bool:

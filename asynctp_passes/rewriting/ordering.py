@@ -34,7 +34,7 @@ from asynctp_passes.matching.near_miss import to_register
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning import cost_model
 from asynctp_passes.rewriting import toposort
-from asynctp_passes.rewriting.emit_alone import IN_FLIGHT, leave_sms
+from asynctp_passes.rewriting.emit_alone import OWN_OPS, use_own_op
 from asynctp_passes.torch_private import dynamo, inductor_options, inductor_order
 
 __all__ = ["Moves", "keep_order", "put_in_program_order", "schedule"]
@@ -45,7 +45,7 @@ _TORCHS = ("_c10d_functional", "c10d.", "_dtensor.")
 """Namespaces of collectives that Inductor knows, or that no graph of its own has."""
 
 
-Kept = tuple[Collective, fx.Node | None]
+Alone = tuple[Collective, fx.Node | None]
 """A collective that no op takes in, and the fused op that it follows if it stays for other users beside that."""
 
 
@@ -56,47 +56,47 @@ class Moves:
     Attributes:
         early: What these are computed from comes in front of them.
         late: Nodes that come just before their first users.
-        kept: Gathers that stay for other users, each with its fused op.
-        beside: Collectives that no op takes in, each with the products that it is to run beside, and its `options_of`.
+        staying: Gathers that stay for other users, each with its fused op.
+        beside: Collectives that no op takes in, each with the matmuls that it is to run beside, and its `options_of`.
     """
 
     early: list[fx.Node] = field(default_factory=list)
     late: set[fx.Node] = field(default_factory=set)
-    kept: list[Kept] = field(default_factory=list)
+    staying: list[Alone] = field(default_factory=list)
     beside: list[tuple[Collective, list[fx.Node], dict[str, Any]]] = field(default_factory=list)
 
 
 def schedule(
     graph: fx.Graph, moves: Moves, work: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """Restore the order where an operand of a later matmul moved, and move collectives beside their products.
+    """Restore the order where an operand of a later matmul moved, and move collectives beside their matmuls.
 
     Args:
         graph: The graph.
         moves: What is to move.
         work: Floating point operations of each fused op.
-        segment: Between which in-place operations each node belongs.
+        segment: For each node the number of its stretch between in-place operations (`segments`).
 
     Returns:
-        What must come after what, besides what its inputs say.
+        For some nodes, the nodes that must run before them, besides their inputs.
 
     Raises:
         RuntimeError: The order of communication is not the plan's, which ranks share. An error of this package.
     """
-    planned = _planned_order(communications(graph.nodes), moves.kept)
+    planned = _planned_order(communications(graph.nodes), moves.staying)
     _restore_order(graph, segment, moves.early)
     _delay(graph, moves.late, segment)
     for collective, products, options in moves.beside:
-        leave_sms(collective, options)
+        use_own_op(collective, options)
         _overlap(collective, products)
     used = live(graph)
     flops = {node: cost_model.work_of(node) for node in used if is_matmul(node)}
     flops |= {op: count for op, count in work.items() if op in used}
     segment = segments(graph, between_draws=True)
-    for gather, op in moves.kept:  # on all ranks: a gather may have come late with its op
+    for gather, op in moves.staying:  # on all ranks: a gather may have come late with its op
         if op is not None and gather.node in segment and segment[gather.node] == segment[op]:
             _move_after([gather.node], op)
-    flying = _in_flight([*moves.kept, *((collective, None) for collective, *_ in moves.beside)], segment)
+    flying = _in_flight([*moves.staying, *((collective, None) for collective, *_ in moves.beside)], segment)
     _run_beside(flying, flops, segment)
     _wait_with_sources(flying, segment)
     ordered = _order_in_flight(graph, flying, flops)
@@ -105,10 +105,10 @@ def schedule(
     return ordered
 
 
-def _planned_order(starts: Sequence[fx.Node], kept: Iterable[Kept]) -> list[fx.Node]:
+def _planned_order(starts: Sequence[fx.Node], staying: Iterable[Alone]) -> list[fx.Node]:
     """All that communicates in the order of the graph, but that a gather that stays comes right after its op."""
     planned = list(starts)
-    for gather, op in kept:
+    for gather, op in staying:
         if op is not None and gather.node in planned:
             planned.remove(gather.node)
             planned.insert(planned.index(op) + 1, gather.node)
@@ -272,13 +272,13 @@ _MOST_BESIDE = 4
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-def _in_flight(alone: Iterable[Kept], nodes: Container[fx.Node]) -> list[Kept]:
+def _in_flight(alone: Iterable[Alone], nodes: Container[fx.Node]) -> list[Alone]:
     """The collectives that leave the SMs to what runs beside them, with those of their waits that there still are."""
     living = ((replace(one, waits=tuple(wait for wait in one.waits if wait in nodes)), op) for one, op in alone)
-    return [(one, op) for one, op in living if one.waits and one.node.target in IN_FLIGHT.values()]
+    return [(one, op) for one, op in living if one.waits and one.node.target in OWN_OPS.values()]
 
 
-def _run_beside(flying: Iterable[Kept], flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]) -> None:
+def _run_beside(flying: Iterable[Alone], flops: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]) -> None:
     """Move what waits for gathers that stay after as many matmuls as overlap them."""
     for gather, op in flying:
         if op is not None and segment[gather.node] == segment[op]:
@@ -288,7 +288,7 @@ def _run_beside(flying: Iterable[Kept], flops: Mapping[fx.Node, int | None], seg
 
 
 def _order_in_flight(
-    graph: fx.Graph, flying: Iterable[Kept], products: Mapping[fx.Node, object]
+    graph: fx.Graph, flying: Iterable[Alone], products: Mapping[fx.Node, object]
 ) -> dict[fx.Node, list[fx.Node]]:
     """The order in flight: a gather after its fused op, overlapping nodes after its start, waits after matmuls.
 
@@ -315,7 +315,7 @@ def _is_a_call(node: fx.Node) -> bool:
     return "attention" in name or (name.startswith("_c10d_functional.") and "wait" not in name)
 
 
-def _wait_with_sources(flying: Iterable[Kept], segment: Mapping[fx.Node, int]) -> None:
+def _wait_with_sources(flying: Iterable[Alone], segment: Mapping[fx.Node, int]) -> None:
     """Let each wait read what its collective reads: Inductor leaves that alone for so long, and no copy is needed.
 
     Not where something is mutated in between: it could be that.
@@ -355,7 +355,7 @@ def _passes(first: fx.Node, start: fx.Node) -> bool:
 
 
 def _carries(waits: Iterable[fx.Node], last: fx.Node) -> bool:
-    """True when waits that move after a node take communication along, past what lies between."""
+    """True when waits, moved after the node `last`, would move ops that communicate as well."""
     moved = reachable(waits, lambda node: node.users, lambda node: node < last)
     return any(map(communicates, moved))
 

@@ -60,7 +60,7 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     for decision in plan.overlapped:
         matmuls = [state.fused.get(node, node) for node in decision.overlaps_with]
         collective = decision.candidate.collective
-        moves.beside.append((collective, matmuls, options_of(state, collective, state.is_kept(collective))))
+        moves.beside.append((collective, matmuls, options_of(state, collective, state.is_kept_by_all(collective))))
     work = {state.fused[chain.collective.node]: cost_model.cost_of(chain).work for chain in plan.chains}
     ordered = schedule(graph, moves, work, state.segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before
@@ -89,5 +89,5 @@ def _replace_chain(state: RewriteState, chain: Chain, place: fx.Node, moves: Mov
         moves.early += communicating
         if chain.hoist is not None:
             moves.late |= nodes_after_kept_gather(build, chain)
-            moves.kept.append((collective, op))
+            moves.staying.append((collective, op))
     erase_unused(state.graph, old, shared)

@@ -51,7 +51,7 @@ def compile_graph(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     patches: dict[str, Any],
-    stands: Callable[[bool, bool], bool],
+    accepts_reports: Callable[[bool, bool], bool],
     further: dict[str, Any],
 ) -> Callable[..., Any]:
     """Compile a graph with Inductor under configuration patches (the backward graph too, which may come later).
@@ -60,9 +60,9 @@ def compile_graph(
         gm: What dynamo captured.
         example_inputs: Its inputs.
         patches: Inductor options.
-        stands: Called after each graph that Inductor compiled or found in its cache, with False, and at the end, when
-            a whole program may have come from AOTAutograd's cache, with True. What does not stand is compiled again,
-            without caches. Its second argument tells that this is the second time: then it raises.
+        accepts_reports: Called after each graph that Inductor compiled or found in its cache, with False, and at the
+            end, when a whole program may have come from AOTAutograd's cache, with True. What it does not accept is
+            compiled again, without caches. Its second argument tells that this is the second time: then it raises.
         further: Other arguments of `compile_fx`, as the caller gave them.
     """
     from torch._guards import TracingContext
@@ -71,23 +71,23 @@ def compile_graph(
 
     def compile_one(*args: Any, **kwargs: Any) -> Any:
         compiled = compile_fx_inner(*args, **kwargs)
-        if stands(False, False):
+        if accepts_reports(False, False):
             return compiled
         context = TracingContext.try_get()
         if context is not None and context.output_strides is not None:
-            context.output_strides.clear()  # of the graph that does not stand; Inductor asserts that there are none
+            context.output_strides.clear()  # of the graph that was not accepted; Inductor asserts that there are none
         with config.patch(_NO_CACHES), _caches_off():
             compiled = compile_fx_inner(*args, **kwargs)
-        stands(False, True)
+        accepts_reports(False, True)
         return compiled
 
     inputs = list(example_inputs)
     with _not_routed():
         compiled = compile_fx(gm, inputs, compile_one, patches, **further)
-        if not stands(True, False):
+        if not accepts_reports(True, False):
             with _caches_off():
                 compiled = compile_fx(gm, inputs, compile_one, {**patches, **_NO_CACHES}, **further)
-            stands(True, True)
+            accepts_reports(True, True)
     return compiled  # type: ignore[return-value]
 
 

@@ -20,8 +20,8 @@ from asynctp_kernels import cuda
 from asynctp_kernels.cuda import moves
 from asynctp_kernels.cuda.choose.wire import DIRECT, PUSH, Wire
 from asynctp_kernels.cuda.plans.collectives import BulkGather, BulkScatter, CopiedGather, DirectSum
-from asynctp_kernels.cuda.plans.collectives import gather_call as bulk_call
-from asynctp_kernels.cuda.plans.collectives import scatter_call as bulk_sum
+from asynctp_kernels.cuda.plans.collectives import gather_facts as bulk_call
+from asynctp_kernels.cuda.plans.collectives import scatter_facts as bulk_sum
 from asynctp_kernels.cuda.plans.decomposed import DecomposedGather
 from asynctp_kernels.cuda.plans.direct import DirectGather
 from asynctp_kernels.cuda.runtime.memory import FLIGHTS, MAX_CHUNKS, MAX_WORLD
@@ -309,7 +309,7 @@ def test_one_kernel_is_recorded_late(op: str, here: Machine) -> None:
     here.kernels.clear()
     shard, whole = tensor(8, 64), tensor(32, 64)
     if op == "gather":
-        plan: Any = DirectGather(bulk_call(shard, None, WORLD, kept=True), here.memory)
+        plan: Any = DirectGather(bulk_call(shard, None, WORLD, kept_by_all=True), here.memory)
         call = plan.tensors((shard, None, (), (), (), None))
         plan.tensors = lambda *args: call
     else:
@@ -407,7 +407,7 @@ def test_few_bytes_are_moved_by_one_kernel(here: Machine) -> None:
     with mock.patch.object(moves, "register_wait") as waited:
         full = cuda.run_bulk_gather(tensor(8, 3, 5), WORLD, here.group, unchecked)
         out = cuda.run_bulk_scatter(tensor(8, 3, 5), "sum", WORLD, here.group, unchecked)
-        cuda.run_bulk_gather(tensor(8, 3, 5), WORLD, here.group, unchecked, kept=False)
+        cuda.run_bulk_gather(tensor(8, 3, 5), WORLD, here.group, unchecked, kept_by_all=False)
     assert waited.call_count == 0
     assert full is not None
     assert out is not None

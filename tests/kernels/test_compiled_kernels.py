@@ -527,7 +527,7 @@ def test_stage_kernel_that_keeps_the_shard(
 ) -> None:
     """What is read once goes to two places, wherever those are; still small enough for room beside the GEMM."""
     with machine(rank=rank, world=2) as here:
-        collectives.BulkGather(collectives.gather_call(tensor(*shape), None, 2, kept=True), here.memory)
+        collectives.BulkGather(collectives.gather_facts(tensor(*shape), None, 2, kept_by_all=True), here.memory)
         kernel = compiled(here.prepared[-1], tmp_path)
     check_small(kernel, registers=REGISTERS_BESIDE)
     assert kernel.shared <= BESIDE_SHARED
@@ -689,7 +689,7 @@ COMPARED = {
 def test_push_all_reduce_kernel_of_a_maximum(dtype: torch.dtype, world: int, extreme: str, tmp_path: Path) -> None:
     """The instruction prefers a number to NaN. One that prefers NaN has NaN in its name."""
     with machine(world=world) as here:
-        call = collectives.scatter_call(tensor(1, 4096).to(dtype), extreme, world, "all_reduce")
+        call = collectives.scatter_facts(tensor(1, 4096).to(dtype), extreme, world, "all_reduce")
         collectives.DirectTotal(call, here.memory)
         kernel = compiled(here.prepared[-1], tmp_path)
     check_small(kernel)
@@ -718,7 +718,7 @@ SMALLEST: dict[str, Callable[[Machine], Any]] = {
     "scatter-direct": lambda here: direct.DirectScatter(scatter_call((4,), (1,), 1), here.memory),
     "scatter-direct-columns": lambda here: direct.DirectScatter(scatter_call((1,), (1,), 4, dim=-1), here.memory),
     "all-reduce-direct": lambda here: collectives.DirectTotal(
-        collectives.scatter_call(tensor(1, 1), "sum", 4, "all_reduce"), here.memory
+        collectives.scatter_facts(tensor(1, 1), "sum", 4, "all_reduce"), here.memory
     ),
     "scatter-decomposed": lambda here: decomposed.DecomposedScatter(scatter_call((4,), (1,), 1), here.memory),
 }

@@ -116,7 +116,7 @@ def test_bytes_that_a_gather_pulls(case: str, chunks: int, here: Machine) -> Non
     call = gather_call(**GATHERS[case], kept=True)
     run_gather(call, here, gather_plan(call, here, "fused", chunks))
     shard = call.a_shard.numel() * call.a_shard.itemsize
-    scales = 0 if call.travels is None else call.travels.numel() * 4
+    scales = 0 if call.row_numbers is None else call.row_numbers.numel() * 4
     copies, own = here.of(Copied), shard + (0 if call.along_shard is None else scales)
     assert sum(copy.size for copy in copies) == (WORLD - 1) * (shard + scales) + own
     boxes = [part.data_ptr() for part in here.parts("box")]
@@ -149,7 +149,7 @@ def test_bytes_that_a_gather_pushes(case: str, implementation: str, chunks: int,
     assert isinstance(push, GatherPush)
     run_gather(call, here, plan)
     shard = call.a_shard.numel() * call.a_shard.itemsize
-    scales = 0 if call.travels is None else call.travels.numel() * 4
+    scales = 0 if call.row_numbers is None else call.row_numbers.numel() * 4
     copies, boxes = here.of(Copied), here.parts("box")
     assert sum(copy.size for copy in copies) == (WORLD - 1) * (shard + scales)
     kept = ["keep_kernel"] * WORLD if full else []

@@ -79,7 +79,7 @@ def test_recorded_gather(case: str, implementation: str, kept: bool, recording: 
     """
     call = gather_call(**GATHERS[case], full=True, kept=kept)
     plan = gather_plan(call, recording, implementation)
-    at_the_same_place(plan, ("shard", "a_scale", "numbers"))
+    at_the_same_place(plan, ("shard", "a_scale", "row_numbers"))
     for number in range(4):
         (*outs, gathered), full, a_scale = run_gather(call, recording, plan)
         assert torch.equal(bits(gathered), bits(full))
@@ -219,7 +219,7 @@ def test_other_memory_is_enqueued_anew(implementation: str, kept: bool, recordin
     recording.kernels.clear()
     first = plan.tensors((call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases, None))
     calls = [first, first]
-    for name in ("shard", "bs", "outs", "full", "all_numbers"):
+    for name in ("shard", "bs", "outs", "full", "all_row_numbers"):
         tensors = getattr(first, name)
         for i, one in enumerate(several(tensors)):
             moved = one.clone(memory_format=torch.preserve_format)
@@ -271,8 +271,8 @@ def test_small_operands_are_put_in_their_places() -> None:
             again = made.with_small([small.clone() for small in made.small()])
             assert len(made.small()) == 4 + missing.count(False) + (numbers is not None and numbers is not call.a_scale)
             old = [made.a_scale, *made.b_scales, *biases, numbers]
-            assert_moved(old, [again.a_scale, *again.b_scales, *again.biases, again.numbers])
-            assert (again.numbers is again.a_scale) == (numbers is call.a_scale)
+            assert_moved(old, [again.a_scale, *again.b_scales, *again.biases, again.row_numbers])
+            assert (again.row_numbers is again.a_scale) == (numbers is call.a_scale)
     scatter = scatter_call((768,), (64, 80), 72, **ROWWISE, bias=True)
     for missing in itertools.product((False, True), repeat=2):
         biases = [None if none else tensor(72) for none in missing]

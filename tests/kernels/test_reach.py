@@ -51,7 +51,7 @@ def outlook(world: int = 4, gpus: tuple[str, ...] = ("GPU-a", "GPU-b"), **facts:
         mock.patch.object(groups, "facts_of", return_value=found),
         mock.patch.object(groups, "reached", return_value=gpus),
     ):
-        return groups.outlook(world, 0)
+        return groups.memory_outlook(world, 0)
 
 
 def test_ranks_that_are_alike_say_the_same() -> None:
@@ -75,4 +75,4 @@ def test_a_group_that_will_have_no_memory_is_known() -> None:
 
 def test_a_bad_variable_is_a_reason_and_no_error() -> None:
     with mock.patch.object(groups, "facts_of", side_effect=ValueError("ASYNCTP_CUDA_IMPLEMENTATION='x' is not valid")):
-        assert groups.outlook(4, 0) == ("ASYNCTP_CUDA_IMPLEMENTATION='x' is not valid", "")
+        assert groups.memory_outlook(4, 0) == ("ASYNCTP_CUDA_IMPLEMENTATION='x' is not valid", "")

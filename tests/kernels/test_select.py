@@ -187,7 +187,7 @@ def wire_of(key: str, rows: int) -> Wire:
     ranks, shard = int(world), rows // int(world)
     if op == "gather":
         size = shard * int(depths) * getattr(torch, dtype).itemsize
-        return Wire("all_gather", ranks, size, kept="full" in flags)
+        return Wire("all_gather", ranks, size, kept_by_all="full" in flags)
     return Wire("reduce_scatter", ranks, shard * int(widths) * 2, BF16, "sum")
 
 

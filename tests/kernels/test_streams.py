@@ -345,7 +345,7 @@ def test_in_any_order(name: str) -> None:
 
 
 # --- and what is missing is found --------------------------------------------------------------------------------
-ORDERING = ("wait_event", "wait_event_at_launch", "record_event", "keep")
+ORDERING = ("wait_event", "wait_event_at_launch", "record_event", "record_stream")
 
 
 @dataclass(frozen=True)
@@ -399,7 +399,7 @@ def found(session: str, spoil: Spoil) -> str:
 #: for every line a session that goes wrong without it
 NEEDED = {
     "moves._wait_for: wait_event(stream, bulk.done)": "bulk",
-    "moves._wait_for: keep(bulk.source)": "in flight, waited for elsewhere",
+    "moves._wait_for: record_stream(bulk.source)": "in flight, waited for elsewhere",
     "collectives.CopiedGather.enqueue: wait_event(stream, self.memory.reduced)": "whole gather of numbers",
     "collectives.BulkScatter._move: record_event(memory.running, side)": "recorded beside flights",
     "collectives.BulkScatter._move: wait_event(side, memory.reduced)": "bulk",

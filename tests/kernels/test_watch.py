@@ -154,7 +154,7 @@ def test_a_call_with_an_accord_is_told_with_its_function(memory: GroupMemory) ->
 
 
 def test_the_remedy_names_the_option_where_ranks_may_run_unlike_forms_of_a_function(memory: GroupMemory) -> None:
-    wires = [GATHER, replace(GATHER, accord=7), replace(GATHER, kept=True), SUM, replace(SUM, accord=8)]
+    wires = [GATHER, replace(GATHER, accord=7), replace(GATHER, kept_by_all=True), SUM, replace(SUM, accord=8)]
     calls = [memory.signature(wire, PUSH) for wire in wires]
     for first, second, forms in ((0, 1, True), (1, 0, True), (0, 2, True), (3, 4, True), (1, 4, True), (0, 3, False)):
         said = str(judged(memory, look(calls[first], (calls[second], 0, 0)), UNLIKE_S))

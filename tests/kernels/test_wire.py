@@ -56,7 +56,7 @@ def test_few_bytes_are_pushed_by_one_kernel_and_many_by_copy_engines(world: int)
         assert wire("reduce_scatter", size, world).transport() == DIRECT
     for size in (DIRECT_BYTES + world * 16, 1 << 26, 1 << 30):
         assert wire("all_gather", size, world).transport() == PUSH
-        assert wire("all_gather", size, world, kept=True).transport() == PULL
+        assert wire("all_gather", size, world, kept_by_all=True).transport() == PULL
         assert wire("reduce_scatter", size, world).transport() == PUSH
 
 
@@ -85,12 +85,12 @@ def test_a_maximum_is_direct_while_it_is_small(world: int, forced: str | None) -
 
 def test_a_maximum_is_like_no_other_call() -> None:
     """Neither a gather nor a sum of as many bytes has its signature."""
-    call = collectives.scatter_call(empty(1, 6, dtype=FP32), "max", 4, "all_reduce")
+    call = collectives.scatter_facts(empty(1, 6, dtype=FP32), "max", 4, "all_reduce")
     assert call.wire == Wire("all_reduce", 4, 24, FP32, "max")
     assert call.wire.told == "all_reduce (24 bytes a rank of float32, max)"
     others = [
-        collectives.gather_call(empty(1, 6, dtype=FP32), None, 4, False).wire,
-        collectives.scatter_call(empty(1, 6, dtype=FP32), "sum", 4, "all_reduce").wire,
+        collectives.gather_facts(empty(1, 6, dtype=FP32), None, 4, False).wire,
+        collectives.scatter_facts(empty(1, 6, dtype=FP32), "sum", 4, "all_reduce").wire,
         *(replace(call.wire, **other) for other in ({"reduce_op": "min"}, {"bytes": 48}, {"dtype": torch.int32})),
     ]
     signatures = {each.signature(DIRECT) for each in (call.wire, *others)}
@@ -145,7 +145,7 @@ def test_an_implementation_that_all_ask_for_brings_its_transport(
 def test_a_call_told_in_words() -> None:
     assert wire("all_gather", 4096).told == "all_gather (1024 bytes a rank)"
     assert wire("all_gather", 4096, number_bytes=64).told == "all_gather (1024 bytes a rank and 64 bytes of scales)"
-    assert wire("all_gather", 4096, kept=True).told == "all_gather (1024 bytes a rank, kept by every rank)"
+    assert wire("all_gather", 4096, kept_by_all=True).told == "all_gather (1024 bytes a rank, kept by every rank)"
     assert wire("reduce_scatter", 4096).told == "reduce_scatter (1024 bytes a rank of bfloat16, sum)"
     after = "reduce_scatter (1024 bytes a rank of bfloat16, sum, after 2 calls that ended with an error there)"
     assert wire("reduce_scatter", 4096, skipped=2).told == after
@@ -169,7 +169,7 @@ def local_uses() -> Iterator[tuple[str, GatherFacts | ReduceFacts]]:
             scaling = (a_scale, [b_scale], travels, out, False)
             yield "gather of fp8", GatherFacts(a, bs, [None], 0, full, 4, *scaling, along, False)
     a, row = empty(1, 96 * 64, dtype=FP8), empty(1, 96, dtype=FP32)
-    yield "gather of fp8", collectives.gather_call(a, row, 4, False)
+    yield "gather of fp8", collectives.gather_facts(a, row, 4, False)
     products = {"rows": ((384,), 64, 0), "blocks": ((3, 128), 64, 1), "longer rows": ((192,), 128, 0),
                 "columns": ((96,), 256, 1)}  # fmt: skip
     for (lead, n, dim), ks, added in itertools.product(products.values(), ((8,), (0,), (13, 72)), (False, True)):
@@ -183,9 +183,9 @@ def local_uses() -> Iterator[tuple[str, GatherFacts | ReduceFacts]]:
         a_parts, b_parts = [empty(*lead, k) for k in ks], [weight(k, n) for k in ks]
         options = ([None] * len(ks), "sum", None, 4)
         yield "whole sum", ReduceFacts(a_parts, b_parts, *options)
-    yield "whole sum", collectives.scatter_call(empty(1, 384 * 64), "sum", 4, "all_reduce")
-    yield "sum", collectives.scatter_call(empty(384, 64), "sum", 4)
-    yield "wide sum", collectives.scatter_call(empty(384, 64, dtype=FP32), "sum", 4)
+    yield "whole sum", collectives.scatter_facts(empty(1, 384 * 64), "sum", 4, "all_reduce")
+    yield "sum", collectives.scatter_facts(empty(384, 64), "sum", 4)
+    yield "wide sum", collectives.scatter_facts(empty(384, 64, dtype=FP32), "sum", 4)
 
 
 def test_the_wire_is_the_same_whatever_a_rank_makes_of_a_collective() -> None:
@@ -206,7 +206,7 @@ def test_the_wire_is_the_same_whatever_a_rank_makes_of_a_collective() -> None:
 ACCORDS = st.integers(0, (1 << 31) - 1)
 SHARED = st.builds(
     lambda kind, world, size, dtype, op, numbers, kept, skipped, accord: (
-        Wire(kind, world, size, number_bytes=numbers, kept=kept, skipped=skipped, accord=accord)
+        Wire(kind, world, size, number_bytes=numbers, kept_by_all=kept, skipped=skipped, accord=accord)
         if kind == "all_gather" else Wire(kind, world, size, dtype, op, skipped=skipped, accord=accord)
     ),
     st.sampled_from(KINDS), st.integers(2, 8), st.integers(0, 1 << 33),
@@ -221,7 +221,7 @@ def test_every_call_has_a_transport_and_a_signature(shared: Wire, forced: str | 
     transport = shared.transport(forced)
     assert transport == replace(shared).transport(forced)
     assert any(transport in needed for needed in TRANSPORTS.values())
-    assert (transport == PULL) <= shared.kept
+    assert (transport == PULL) <= shared.kept_by_all
     assert replace(shared, number_bytes=0, skipped=0, accord=0).transport(forced) == transport
     assert 0 < shared.signature(DIRECT) < DIRECT_SIGNATURES <= shared.signature(PUSH) < 1 << 31, "never 0: no call"
     assert shared.signature(PUSH) != replace(shared, bytes=shared.bytes + 1).signature(PUSH)
@@ -229,7 +229,7 @@ def test_every_call_has_a_transport_and_a_signature(shared: Wire, forced: str | 
 
 def test_an_accord_is_told_and_in_the_signature() -> None:
     """0 is none: then nothing changes."""
-    call = Wire("all_gather", 4, 1024, number_bytes=64, kept=True)
+    call = Wire("all_gather", 4, 1024, number_bytes=64, kept_by_all=True)
     assert replace(call, accord=0).told == "all_gather (1024 bytes a rank and 64 bytes of scales, kept by every rank)"
     assert replace(call, accord=7).told.endswith(", kept by every rank, of accord 7)")
     accords = [0, 1, 7, (1 << 31) - 1, *range(1000, 2000)]
@@ -240,8 +240,8 @@ def test_an_accord_is_told_and_in_the_signature() -> None:
 
 def test_the_wire_of_every_kind_of_call_has_its_accord() -> None:
     shard, sums = empty(8, 16), empty(8, 16, dtype=FP32)
-    for call in (collectives.gather_call(shard, None, 4, False, 7), collectives.gather_call(shard, None, 4, True, 7),
-                 *(collectives.scatter_call(sums, how, 4, kind, 7) for how, kind in
+    for call in (collectives.gather_facts(shard, None, 4, False, 7), collectives.gather_facts(shard, None, 4, True, 7),
+                 *(collectives.scatter_facts(sums, how, 4, kind, 7) for how, kind in
                    (("sum", "reduce_scatter"), ("sum", "all_reduce"), ("max", "all_reduce")))):  # fmt: skip
         assert call.wire.accord == 7
         assert replace(call, accord=0).wire == replace(call.wire, accord=0)

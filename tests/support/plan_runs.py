@@ -136,9 +136,9 @@ def others(call: GatherFacts) -> tuple[list[Tensor], list[Tensor]]:
     shards = [tensor(*call.a_shard.shape, dtype=call.a_shard.dtype) for _ in range(WORLD)]
     shards[RANK] = call.a_shard
     scales = []
-    if call.travels is not None:
-        scales = [torch.rand_like(call.travels) + 0.5 for _ in range(WORLD)]
-        scales[RANK] = call.travels
+    if call.row_numbers is not None:
+        scales = [torch.rand_like(call.row_numbers) + 0.5 for _ in range(WORLD)]
+        scales[RANK] = call.row_numbers
     return shards, scales
 
 

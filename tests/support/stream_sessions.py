@@ -287,7 +287,7 @@ class Player:
         wait()
         self.check(each, results, number)
         for result in results if op.waited[1] != op.stream else ():
-            driver.keep(result)  # as a program must
+            driver.record_stream(result)  # as a program must
 
     def land(self, number: int) -> None:
         """Wait for the results that are due."""

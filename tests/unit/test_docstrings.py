@@ -16,7 +16,7 @@ SOURCES = [
 _PUT_OFF = re.compile(r"\W*(What|Of|Likewise|Another)\b")
 TERMS = (
     *("chain", "shard", "stage", "push", "pull", "in flight", "exposed", "enrolled", "hoist", "rematerialize"),
-    *("signal word", "box", "bucket", "deviation", "sequential", "overlap", "transport", "plan", "wire", "passenger"),
+    *("signal word", "box", "bucket", "deviation", "sequential", "overlap", "transport", "plan", "wire", "row numbers"),
 )
 
 

@@ -330,7 +330,7 @@ def test_a_graph_that_failed_after_the_question_does_what_any_graph_can(refused:
         tried.ask([Question("tp", "inference", "key", keeps=(text,))])
         left = tried._all_alone()
         assert left is not None
-        assert [one.kind for one in left.kept] == ([] if refused else ["all_gather"])
+        assert [one.kind for one in left.kept_by_all] == ([] if refused else ["all_gather"])
         assert (left.wire, left.accord("tp")) == ({"tp"}, 7)
 
 

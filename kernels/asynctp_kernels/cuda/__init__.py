@@ -2,7 +2,7 @@
 
     calls             run a fused call                 groups       the memory of a group
     moves             collectives without a matmul     plan_cache   plans that were made
-    explanation       how a call would be run       facts        what decides it
+    explanation       how a call would be run        facts        what decides it
     implementations   the table of all of them, and `checks`, the checks of their refusals
 
 This module only gives their public names.
@@ -17,7 +17,7 @@ from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.choose.select import forced
 from asynctp_kernels.cuda.explanation import choice_for, explain, problem_of
-from asynctp_kernels.cuda.groups import is_awaited, last_implementation, leave, outlook, release, shared_bytes
+from asynctp_kernels.cuda.groups import is_awaited, last_implementation, leave, memory_outlook, release, shared_bytes
 from asynctp_kernels.cuda.moves import Mover, run_bulk_all_reduce, run_bulk_gather, run_bulk_scatter
 from asynctp_kernels.cuda.plans.collectives import all_gather
 from asynctp_kernels.cuda.runtime import interpreted
@@ -32,7 +32,7 @@ __all__ = [
     "is_awaited",
     "last_implementation",
     "leave",
-    "outlook",
+    "memory_outlook",
     "problem_of",
     "release",
     "run_bulk_all_reduce",

@@ -18,10 +18,10 @@ from typing import Any
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.explanation import choice_for
 from asynctp_kernels.cuda.facts import as_rows, facts_of, flat, nonunit
-from asynctp_kernels.cuda.groups import in_step, memory_for
+from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
 from asynctp_kernels.cuda.implementations import make_plan
 from asynctp_kernels.cuda.moves import Mover, check_or_skip, check_taking_part
-from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
+from asynctp_kernels.cuda.plan_cache import MISSING, keys_of, store_plan
 from asynctp_kernels.cuda.plans.own_program import OwnProgram
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.torch_private import group_resolver
@@ -50,27 +50,27 @@ def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
     """
     group = call.group_name if not isinstance(call.group_name, str) else group_resolver()(call.group_name)
     a_shard, a_scale, bs, b_scales = call.a_shard, call.a_scale, call.bs, call.b_scales or ()
-    biases, along = call.biases, call.along_shard
+    biases, along_shard = call.biases, call.along_shard
     memory = memory_for(group, a_shard.device)
     if memory is None:
         made[call.op, "sequential"] += 1
         check(call)
-        return program(call, Mover(group, call.kept, call.accord))
+        return program(call, Mover(group, call.kept_by_all, call.accord))
     key = (
         call.values, memory.skipped, select.requested(),
-        *keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along),
+        *keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along_shard),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
-        check_taking_part(partial(check, call), Mover(group, call.kept, call.accord), a_shard, call.travels)
-        plan = keep(memory, key, _plan(call, memory))
+        check_taking_part(partial(check, call), Mover(group, call.kept_by_all, call.accord), a_shard, call.row_numbers)
+        plan = store_plan(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:
-        return in_step(memory, plan.run, a_shard, a_scale, bs, b_scales, biases, along)
+        return fail_group_on_error(memory, plan.run, a_shard, a_scale, bs, b_scales, biases, along_shard)
     if isinstance(plan, OwnProgram):
-        return program(call, Mover(group, call.kept, call.accord))
-    return plan.run(a_shard, a_scale, bs, b_scales, biases, along)
+        return program(call, Mover(group, call.kept_by_all, call.accord))
+    return plan.run(a_shard, a_scale, bs, b_scales, biases, along_shard)
 
 
 def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
@@ -87,8 +87,8 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
         return program(call, Mover(group, accord=call.accord))
     a_parts, b_parts, a_scales, b_scales = call.a_parts, call.b_parts, call.a_scales or (), call.b_scales or ()
     added = call.added
-    whole = call.scatter_dim is None
-    if whole:
+    is_all_reduce = call.scatter_dim is None
+    if is_all_reduce:
         a_parts, b_parts, a_scales = as_rows(a_parts, b_parts, a_scales)
         added = None if added is None else flat(added)
     operands = (a_parts, b_parts, a_scales, b_scales, call.biases, added)
@@ -100,21 +100,21 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
         check_or_skip(partial(check, call), memory)
-        plan = keep(memory, key, _plan(call, memory))
+        plan = store_plan(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:
-        sums = in_step(memory, plan.run, *operands)
+        sums = fail_group_on_error(memory, plan.run, *operands)
     elif isinstance(plan, OwnProgram):
         return program(call, Mover(group, accord=call.accord))
     else:
         sums = plan.run(*operands)
     a = call.a_parts[0]
-    return sums.view(*a.shape[:-1], sums.shape[-1]) if whole and a.ndim != 2 else sums
+    return sums.view(*a.shape[:-1], sums.shape[-1]) if is_all_reduce and a.ndim != 2 else sums
 
 
 def _plan(call: Any, memory: GroupMemory) -> Any:
-    """The plan of a call; it is chosen not within `in_step`, since a refused call has not begun.
+    """The plan of a call; it is chosen not within `fail_group_on_error`, since a refused call has not begun.
 
     A rank that was asked for what it cannot run leaves the call out, and tells so by its next calls: peers may have
     made it.
@@ -125,4 +125,4 @@ def _plan(call: Any, memory: GroupMemory) -> Any:
     except RuntimeError:
         memory.skipped += 1
         raise
-    return in_step(memory, make_plan, facts, memory, choice)
+    return fail_group_on_error(memory, make_plan, facts, memory, choice)

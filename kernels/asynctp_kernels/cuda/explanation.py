@@ -42,7 +42,7 @@ def problem_for(call: Facts) -> Problem:
 def _gather_problem(call: GatherFacts) -> Problem:
     layout, widths = call.layout, [b.shape[1] for b in call.bs]
     sizes, dtypes = (layout.full_rows, [layout.full_cols], widths), (call.a_shard.dtype, call.matmul_dtype)
-    kept = call.return_a_full or call.kept
+    kept = call.return_a_full or call.kept_by_all
     return Problem.of(call.kind, call.world, *sizes, *dtypes, call.use_fast_accum, blocks=call.outer, returned=kept)
 
 

@@ -72,7 +72,7 @@ class GatherFacts:
         return "all_gather_matmul" if self.bs else "all_gather"
 
     @property
-    def kept(self) -> bool:
+    def kept_by_all(self) -> bool:
         """Every rank keeps the gathered A, whether it returns it or not."""
         return self.return_a_full if self.all_keep is None else self.all_keep
 
@@ -82,7 +82,7 @@ class GatherFacts:
         return self.out_dtype or (torch.int32 if self.a_shard.dtype == torch.int8 else self.a_shard.dtype)
 
     @property
-    def travels(self) -> Tensor | None:
+    def row_numbers(self) -> Tensor | None:
         """The numbers that are gathered with the shard: its scales by rows or by blocks, or what is only returned."""
         return self.a_scale if self.gather_a_scale else self.along_shard
 
@@ -101,10 +101,12 @@ class GatherFacts:
 
     @property
     def wire(self) -> Wire:
-        """The facts of it that all ranks share."""
+        """The facts of the call that all ranks share."""
         own_bytes = self.a_shard.numel() * self.a_shard.itemsize
-        numbers = 0 if self.travels is None else 4 * self.travels.numel()
-        return Wire("all_gather", self.world, own_bytes, number_bytes=numbers, kept=self.kept, accord=self.accord)
+        numbers = 0 if self.row_numbers is None else 4 * self.row_numbers.numel()
+        return Wire(
+            "all_gather", self.world, own_bytes, number_bytes=numbers, kept_by_all=self.kept_by_all, accord=self.accord
+        )
 
     @property
     def scaling(self) -> Scaling | None:
@@ -203,7 +205,7 @@ class ReduceFacts:
 
     @property
     def wire(self) -> Wire:
-        """The facts of it that all ranks share."""
+        """The facts of the call that all ranks share."""
         if self.scatter_dim is None:
             kind, size = "all_reduce", self.rows * self.b_parts[0].shape[1]
         else:
@@ -306,7 +308,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def nonunit(factors: Sequence[float] | None) -> tuple[float, ...]:
-    """Factors as a call has them: none where all are 1."""
+    """The factors of a call; empty where all are 1, so that nothing is multiplied."""
     return tuple(factors) if factors and any(factor != 1 for factor in factors) else ()
 
 

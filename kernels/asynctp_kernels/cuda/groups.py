@@ -54,7 +54,7 @@ def _new_memory(group: ProcessGroup, device: torch.device) -> GroupMemory | None
     return None
 
 
-def outlook(world: int, index: int) -> tuple[str, str]:
+def memory_outlook(world: int, index: int) -> tuple[str, str]:
     """Whether a group of so many ranks will have memory, as far as this rank can tell alone, on GPU `index`.
 
     Returns:
@@ -90,7 +90,7 @@ def _require_none_forced(reason: str) -> None:
         raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {reason}")
 
 
-def in_step(memory: GroupMemory, do: Callable[..., T], *args: Any) -> T:
+def fail_group_on_error(memory: GroupMemory, do: Callable[..., T], *args: Any) -> T:
     """`do(*args)`, part of a call that uses the group's memory.
 
     Should that raise half way, the ranks are out of step: then the memory must not be used again. Not so a

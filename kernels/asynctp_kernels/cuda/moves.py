@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN
 from asynctp_kernels.cuda.facts import ReduceFacts
-from asynctp_kernels.cuda.groups import in_step, memory_for
-from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
+from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
+from asynctp_kernels.cuda.plan_cache import MISSING, keys_of, store_plan
 from asynctp_kernels.cuda.plans.collectives import (
     Bulk,
     BulkGather,
@@ -22,8 +22,8 @@ from asynctp_kernels.cuda.plans.collectives import (
     DirectTotal,
     PushedTotal,
     all_gather,
-    gather_call,
-    scatter_call,
+    gather_facts,
+    scatter_facts,
 )
 from asynctp_kernels.cuda.plans.direct import DirectGather
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -42,34 +42,36 @@ class Mover:
 
     Args:
         group: The group.
-        kept: Every rank keeps what is gathered.
+        kept_by_all: Every rank keeps what is gathered.
         accord: See `Wire`.
     """
 
-    def __init__(self, group: ProcessGroup, kept: bool = False, accord: int = 0) -> None:
-        self.group, self.world, self.kept, self.accord = group, group.size(), kept, accord
+    def __init__(self, group: ProcessGroup, kept_by_all: bool = False, accord: int = 0) -> None:
+        self.group, self.world, self.kept_by_all, self.accord = group, group.size(), kept_by_all, accord
 
-    def gather(self, shard: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
+    def gather(self, shard: Tensor, row_numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
         """All ranks' shards, and float32 numbers, one after the other: [world, *shape] each."""
         memory = memory_for(self.group, shard.device)
         if memory is None or shard.numel() == 0:
             return None
-        flat, row = shard.view(1, -1), None if numbers is None else numbers.reshape(1, -1)
-        call = gather_call(flat, row, self.world, self.kept, self.accord)
+        flat, row = shard.view(1, -1), None if row_numbers is None else row_numbers.reshape(1, -1)
+        call = gather_facts(flat, row, self.world, self.kept_by_all, self.accord)
         transport = call.wire.transport(select.requested())
         if transport == PLAIN:
-            return self._plainly(shard, numbers)
+            return self._plainly(shard, row_numbers)
         make: Any = DirectGather if transport == DIRECT else CopiedGather
-        plan = _planned(memory, ("gather", self.kept, self.accord, *keys_of(flat, row)), lambda: make(call, memory))
-        whole, *all_numbers = in_step(memory, plan.run, flat, None, (), (), (), row)
+        plan = _planned(
+            memory, ("gather", self.kept_by_all, self.accord, *keys_of(flat, row)), lambda: make(call, memory)
+        )
+        whole, *all_row_numbers = fail_group_on_error(memory, plan.run, flat, None, (), (), (), row)
         joined = whole.view(self.world, *shard.shape)
-        return joined, None if numbers is None else all_numbers[0].view(self.world, *numbers.shape)
+        return joined, None if row_numbers is None else all_row_numbers[0].view(self.world, *row_numbers.shape)
 
-    def _plainly(self, shard: Tensor, numbers: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _plainly(self, shard: Tensor, row_numbers: Tensor | None) -> tuple[Tensor, Tensor | None]:
         def gathered(part: Tensor) -> Tensor:
             return all_gather(part.view(-1), self.group).view(self.world, *part.shape)
 
-        return gathered(shard), None if numbers is None else gathered(numbers.contiguous())
+        return gathered(shard), None if row_numbers is None else gathered(row_numbers.contiguous())
 
     def scatter(self, blocks: Tensor, reduce_op: str) -> Tensor | None:
         """This rank's part of the sum of all ranks' `blocks` [world, *shape]: [*shape]."""
@@ -101,14 +103,14 @@ class Mover:
         seen = given.view(rows, -1)
 
         def make() -> DirectSum | DirectTotal | BulkScatter | None:
-            return _reduction(memory, scatter_call(seen, reduce_op, self.world, kind, self.accord), direct, pushed)
+            return _reduction(memory, scatter_facts(seen, reduce_op, self.world, kind, self.accord), direct, pushed)
 
         plan = _planned(memory, (kind, reduce_op, self.accord, *keys_of(seen)), make, check)
         if plan is None:
             return None
         if not isinstance(plan, BulkScatter):
-            return in_step(memory, plan.reduce, seen)
-        bulk = in_step(memory, plan.start_bulk, seen)
+            return fail_group_on_error(memory, plan.reduce, seen)
+        bulk = fail_group_on_error(memory, plan.start_bulk, seen)
         _wait_for(bulk)
         return bulk.result
 
@@ -133,7 +135,7 @@ def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T], c
     if plan is MISSING:
         if check is not None:
             check_or_skip(check, memory)
-        plan = keep(memory, key, in_step(memory, make))
+        plan = store_plan(memory, key, fail_group_on_error(memory, make))
     return plan  # type: ignore[no-any-return]
 
 
@@ -143,15 +145,15 @@ def run_bulk_gather(
     group_size: int,
     group: ProcessGroup,
     check: Check,
-    kept: bool = True,
+    kept_by_all: bool = True,
     copy: bool = False,
     accord: int = 0,
 ) -> Tensor | None:
     """all_gather(shard, dim 0), unwaited: `_c10d_functional.wait_tensor` completes it. None: use NCCL.
 
-    kept: every rank of the group keeps what is gathered. copy: the shard may be written to once this has returned, as
-    ordered on the current stream. accord: see `Wire`. `check` validates the arguments; it is called once per plan, not
-    once per call, and not before None is given.
+    kept_by_all: every rank of the group keeps what is gathered. copy: the shard may be written to once this has
+    returned, as ordered on the current stream. accord: see `Wire`. `check` validates the arguments; it is called once
+    per plan, not once per call, and not before None is given.
 
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
@@ -161,23 +163,23 @@ def run_bulk_gather(
         return None
     shard = shard.contiguous()
     rows = shard if shard.ndim > 1 else shard.unsqueeze(1)
-    call = gather_call(rows, None, memory.world, kept, accord)
+    call = gather_facts(rows, None, memory.world, kept_by_all, accord)
     transport = call.wire.transport(select.requested())
     if transport == PLAIN:
         return None
     if copy and transport != DIRECT:  # that one is complete on the current stream
         rows = rows.clone()
-    key = ("bulk gather", memory.skipped, kept, accord, group_size, select.requested(), *keys_of(rows))
+    key = ("bulk gather", memory.skipped, kept_by_all, accord, group_size, select.requested(), *keys_of(rows))
     plan: Any = memory.plans.get(key)
     if plan is None:
-        check_taking_part(check, Mover(group, kept, accord), shard, None)
+        check_taking_part(check, Mover(group, kept_by_all, accord), shard, None)
         make: Any = DirectGather if transport == DIRECT else BulkGather
-        plan = keep(memory, key, in_step(memory, make, call, memory))
+        plan = store_plan(memory, key, fail_group_on_error(memory, make, call, memory))
     memory.last_implementation = plan.name
     if transport == DIRECT:
-        whole: Tensor = in_step(memory, plan.run, rows, None, (), (), ())[0]
+        whole: Tensor = fail_group_on_error(memory, plan.run, rows, None, (), (), ())[0]
         return whole if shard.ndim > 1 else whole.view(-1)
-    bulk: Bulk = in_step(memory, plan.start_bulk, rows)
+    bulk: Bulk = fail_group_on_error(memory, plan.start_bulk, rows)
     return _waited(bulk, bulk.result if shard.ndim > 1 else bulk.result.view(-1))
 
 
@@ -204,16 +206,16 @@ def run_bulk_scatter(
     rows = whole if whole.ndim > 1 else whole.unsqueeze(1)
 
     def make() -> DirectSum | BulkScatter | None:
-        return _reduction(memory, scatter_call(rows, reduce_op, memory.world, accord=accord), DirectSum, BulkScatter)
+        return _reduction(memory, scatter_facts(rows, reduce_op, memory.world, accord=accord), DirectSum, BulkScatter)
 
     plan = _planned(memory, ("bulk scatter", group_size, reduce_op, accord, *keys_of(rows)), make, check)
     if plan is None:
         return None
     memory.last_implementation = plan.name
     if isinstance(plan, DirectSum):
-        part: Tensor = in_step(memory, plan.reduce, rows)
+        part: Tensor = fail_group_on_error(memory, plan.reduce, rows)
         return part if whole.ndim > 1 else part.view(-1)
-    bulk: Bulk = in_step(memory, plan.start_bulk, rows.clone() if copy else rows)
+    bulk: Bulk = fail_group_on_error(memory, plan.start_bulk, rows.clone() if copy else rows)
     return _waited(bulk, bulk.result if whole.ndim > 1 else bulk.result.view(-1))
 
 
@@ -244,16 +246,16 @@ def _wait_for(bulk: Bulk) -> None:
     stream = driver.current_stream(bulk.source.device.index)
     driver.wait_event(stream, bulk.done)
     if stream != bulk.stream:  # the allocator would hand it out again on its own stream, which does not wait
-        driver.keep(bulk.source)
+        driver.record_stream(bulk.source)
 
 
 # --- a call whose arguments are not valid ---------------------------------------------------------------------------
-def check_taking_part(check: Check, mover: Mover, shard: Tensor, numbers: Tensor | None) -> None:
+def check_taking_part(check: Check, mover: Mover, shard: Tensor, row_numbers: Tensor | None) -> None:
     """Check a gather. A rank whose matmuls cannot be made sends its shard all the same: its peers' calls are right."""
     try:
         check()
     except ValueError:
-        mover.gather(shard.contiguous(), numbers)
+        mover.gather(shard.contiguous(), row_numbers)
         raise
 
 

@@ -24,7 +24,7 @@ def keys_of(*tensors: Tensor | None) -> list[tuple[Any, ...] | None]:
     ]
 
 
-def keep(memory: GroupMemory, key: object, plan: Any) -> Any:
+def store_plan(memory: GroupMemory, key: object, plan: Any) -> Any:
     """Remember a plan; with dynamic shapes there are many, so they are all forgotten now and then."""
     if len(memory.plans) >= MAX_PLANS and not driver.capturing():
         memory.plans.clear()

@@ -68,7 +68,7 @@ class Wire:
         dtype: Of what is reduced; None of a gather, which only moves bytes.
         reduce_op: "sum" or "avg", of an all-reduce also "max" or "min"; "" of a gather.
         number_bytes: Of the float32 numbers that travel with a shard.
-        kept: Of a gather that every rank keeps.
+        kept_by_all: Of a gather that every rank keeps.
         skipped: Calls of the group that this rank has left out, since they ended with an error.
         accord: What all ranks have agreed that the call's graph does otherwise than its program; 0: nothing.
     """
@@ -79,24 +79,24 @@ class Wire:
     dtype: torch.dtype | None = None
     reduce_op: str = ""
     number_bytes: int = 0
-    kept: bool = False
+    kept_by_all: bool = False
     skipped: int = 0
     accord: int = 0
 
     def transport(self, forced: str | None = None) -> str:
         """How the data travels. `forced`: an implementation that all ranks have asked for."""
         found = self._transport(forced)
-        return PULL if found == PUSH and self.kept else found
+        return PULL if found == PUSH and self.kept_by_all else found
 
     def _transport(self, forced: str | None) -> str:
-        whole, limit = self.whole, ALL_REDUCE_LIMIT if self.kind == "all_reduce" else DIRECT_LIMIT
+        total_bytes, limit = self.total_bytes, ALL_REDUCE_LIMIT if self.kind == "all_reduce" else DIRECT_LIMIT
         sums = self.dtype is not None
         if self.reduce_op in EXTREMES:
-            folds = 0 < whole <= EXTREME_BYTES and self.dtype in EXTREME_DTYPES
+            folds = 0 < total_bytes <= EXTREME_BYTES and self.dtype in EXTREME_DTYPES
             return DIRECT if folds and forced != "sequential" else PLAIN
-        if whole == 0 or whole // self.world >= INT32_LIMIT or (sums and self.dtype not in SUMMED_DTYPES):
+        if total_bytes == 0 or total_bytes // self.world >= INT32_LIMIT or (sums and self.dtype not in SUMMED_DTYPES):
             return PLAIN
-        fits, even = whole <= limit, not sums or whole % (16 * self.world) == 0
+        fits, even = total_bytes <= limit, not sums or total_bytes % (16 * self.world) == 0
         if forced is None and IS_INTERPRETED:  # nothing is fast: what has most to show
             forced = "fused"
         if forced is not None:
@@ -104,14 +104,14 @@ class Wire:
             if wanted == PUSH and not even:
                 wanted = DIRECT
             return PLAIN if wanted == DIRECT and not fits else wanted
-        if self.kind == "all_reduce" and whole < ALL_REDUCE_BYTES:
+        if self.kind == "all_reduce" and total_bytes < ALL_REDUCE_BYTES:
             return DIRECT
-        if whole <= DIRECT_BYTES or not even:
+        if total_bytes <= DIRECT_BYTES or not even:
             return DIRECT if fits else PLAIN
         return PUSH
 
     @property
-    def whole(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes of what is gathered, or of what each rank has to be summed up."""
         return self.bytes if self.kind == "all_reduce" else self.bytes * self.world
 
@@ -129,7 +129,7 @@ class Wire:
         """
         kind = "" if self.dtype is None else f" of {str(self.dtype).removeprefix('torch.')}, {self.reduce_op}"
         numbers = f" and {self.number_bytes} bytes of scales" if self.number_bytes else ""
-        kept = ", kept by every rank" if self.kept else ""
+        kept = ", kept by every rank" if self.kept_by_all else ""
         skipped = f", after {self.skipped} calls that ended with an error there" if self.skipped else ""
         accord = f", of accord {self.accord}" if self.accord else ""
         return f"{self.kind} ({self.bytes} bytes a rank{kind}{numbers}{kept}{skipped}{accord})"

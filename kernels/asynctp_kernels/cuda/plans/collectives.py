@@ -64,14 +64,14 @@ class BulkGather(GatherPlan):
     transport: GatherTransport
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
-        if call.kept:
+        if call.kept_by_all:
             # a copy within a GPU is a kernel that takes all SMs, also by the copy engine's name: others are to compute
             self.transport = GatherPull(
                 call, memory, in_blocks(1, call.layout.inner), untold, stage_keeps=True, stage_programs=64
             )
         else:
             self.transport = GatherPush(call, memory, 1)
-        super().__init__(call, memory, whole=call.kept)
+        super().__init__(call, memory, gathers_all=call.kept_by_all)
 
     def start_bulk(self, shard: Tensor) -> Bulk:
         """Enqueue everything; `shard` [m, *, n] gives [world * m, *, n]."""
@@ -92,12 +92,12 @@ class CopiedGather(GatherPlan):
     transport: GatherTransport
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
-        if call.kept:
+        if call.kept_by_all:
             chunks = in_blocks(1, call.layout.inner)
             self.transport = GatherPull(call, memory, chunks, untold, stage_keeps=True)
         else:
             self.transport = GatherPush(call, memory, 1)
-        super().__init__(call, memory, whole=call.kept)
+        super().__init__(call, memory, gathers_all=call.kept_by_all)
         self.reads_landed = self.transport.reads_landed
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
@@ -174,7 +174,7 @@ class DirectSum(_WithoutMatmul, DirectScatter):
 
 
 class DirectTotal(_WithoutMatmul, DirectAllReduce):
-    """all_reduce(whole) by one kernel."""
+    """A plan of an all-reduce without a matmul: one kernel pushes, and adds or takes the extreme."""
 
 
 def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
@@ -184,12 +184,14 @@ def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     return whole
 
 
-def gather_call(shard: Tensor, numbers: Tensor | None, world: int, kept: bool, accord: int = 0) -> GatherFacts:
+def gather_facts(
+    shard: Tensor, row_numbers: Tensor | None, world: int, kept_by_all: bool, accord: int = 0
+) -> GatherFacts:
     """A gather of shards like `shard` [m, *, n], and of numbers [1, count], with no matmul."""
-    return GatherFacts(shard, (), (), 0, True, world, along_shard=numbers, all_keep=kept, accord=accord)
+    return GatherFacts(shard, (), (), 0, True, world, along_shard=row_numbers, all_keep=kept_by_all, accord=accord)
 
 
-def scatter_call(
+def scatter_facts(
     whole: Tensor, reduce_op: str, world: int, kind: str = "reduce_scatter", accord: int = 0
 ) -> ReduceFacts:
     """A scatter of tensors like `whole` [world * m, *, n]: of a matmul whose B only says its width."""

@@ -53,14 +53,14 @@ class DecomposedGather(GatherPlan):
     transport: GatherTransport
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
-        if call.kept:
+        if call.kept_by_all:
             chunks = in_blocks(call.outer, call.layout.inner)
             # a copy of the own rows by themselves would come before the last matmul, or take SMs from another
             self.transport = GatherPull(call, memory, chunks, by_event(memory), stage_first=True, stage_keeps=True)
         else:
             self.transport = GatherPush(call, memory, min(call.outer, MAX_CHUNKS))
-        super().__init__(call, memory, whole=call.kept)
-        self.reads_landed, self.waits_for_in_flight = self.transport.reads_landed, call.kept
+        super().__init__(call, memory, gathers_all=call.kept_by_all)
+        self.reads_landed, self.waits_for_in_flight = self.transport.reads_landed, call.kept_by_all
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         """Range by range."""

@@ -67,7 +67,7 @@ class DirectGather(WholeGather):
             memory.bound, memory.status, signature, signature, memory.rank,
         ]  # fmt: skip
         shard, full = aligned(call.a_shard), self.new_full()
-        numbers_like = call.a_scale if call.travels is None else call.travels
+        numbers_like = call.a_scale if call.row_numbers is None else call.row_numbers
         scale = memory.dummy if numbers_like is None else aligned(numbers_like)
         args = [sizes.as_units(shard), scale, sizes.as_units(full), memory.dummy, *numbers, *memory_args]
         args[9], args[10] = area.table.data_ptr(), words.table.data_ptr()
@@ -87,7 +87,7 @@ class DirectGather(WholeGather):
 
     def move(self, stream: int, call: GatherTensors) -> None:
         dummy = self.memory.dummy
-        own, whole = (dummy if tensor is None else tensor for tensor in (call.numbers, call.all_numbers))
+        own, whole = (dummy if tensor is None else tensor for tensor in (call.row_numbers, call.all_row_numbers))
         assert call.full is not None
         pointers = [tensor.data_ptr() for tensor in (call.shard, own, call.full, whole)]
         self.launch(stream, [*pointers, *self.tail])

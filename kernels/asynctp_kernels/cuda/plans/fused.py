@@ -73,12 +73,12 @@ class FusedGather(GatherPlan):
     transport: GatherTransport
 
     def __init__(self, call: GatherFacts, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
-        if call.kept:
+        if call.kept_by_all:
             chunks = cut(call.outer, call.layout.inner, tiles.block_m, wanted_chunks)
             self.transport = GatherPull(call, memory, chunks, by_word(memory))
         else:
             self.transport = GatherPush(call, memory, wanted_chunks)
-        super().__init__(call, memory, whole=call.kept)
+        super().__init__(call, memory, gathers_all=call.kept_by_all)
         self.reads_landed = self.transport.reads_landed
         self._compile(call, tiles, programs)
         self.waits_for_in_flight = self.transport.make_room(self.launch)

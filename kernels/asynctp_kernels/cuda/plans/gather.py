@@ -35,7 +35,7 @@ from asynctp_kernels.torch_private import new_tensors
 
 
 class GatherPlan(Implementation):
-    """One call, prepared. `run` gives the matmuls, then the gathered A if asked for, then the gathered `along`.
+    """One call, prepared. `run` gives the matmuls, then the gathered A if asked for, then the gathered `along_shard`.
 
     uses_memory: calls take their turn in the group's memory. cublas, patience: see `Work`.
     has_full, has_numbers: the call makes memory for the gathered A, and numbers.
@@ -50,42 +50,42 @@ class GatherPlan(Implementation):
     waits_for_in_flight = False
     reads_landed = False
 
-    def __init__(self, call: GatherFacts, memory: GroupMemory, whole: bool) -> None:
-        """whole: A call gathers all of A, and all numbers that travel, whether they are returned or not."""
+    def __init__(self, call: GatherFacts, memory: GroupMemory, gathers_all: bool) -> None:
+        """gathers_all: A call gathers all of A, and all numbers that travel, whether they are returned or not."""
         self.number = memory.new_plan()
         self.memory, self.layout, self.outer = memory, call.layout, call.outer
         self.scaling, self.out_dtype = call.scaling, call.matmul_dtype
         self.return_a_full, self.scale_travels = call.return_a_full, call.gather_a_scale
-        self.has_full = self.return_a_full or whole
-        self.has_numbers = call.travels is not None and (whole or not call.gather_a_scale)
-        self.number_count = 0 if call.travels is None else call.travels.numel()
+        self.has_full = self.return_a_full or gathers_all
+        self.has_numbers = call.row_numbers is not None and (gathers_all or not call.gather_a_scale)
+        self.number_count = 0 if call.row_numbers is None else call.row_numbers.numel()
         self.widths = [b.shape[1] for b in call.bs]
         self.device_index: int = call.device_index
         self._prepare_tensors(call)
 
     def _prepare_tensors(self, call: GatherFacts) -> None:
         """Functions that make a call's memory: A whole, the matmuls, and all ranks' numbers [*, K/128 or 1]."""
-        full, device, travels = self.layout.full_shape, call.a_shard.device, call.travels
+        full, device, row_numbers = self.layout.full_shape, call.a_shard.device, call.row_numbers
         self.new_full = new_tensors(full, call.a_shard.dtype, device)
         self.new_outs = [new_tensors((*full[:-1], width), self.out_dtype, device) for width in self.widths]
-        if travels is not None:
-            count, along_k = self.memory.world * self.number_count, travels.shape[-1]
-            self.new_numbers = new_tensors((count // along_k, along_k), travels.dtype, device)
+        if row_numbers is not None:
+            count, along_k = self.memory.world * self.number_count, row_numbers.shape[-1]
+            self.new_numbers = new_tensors((count // along_k, along_k), row_numbers.dtype, device)
 
     def tensors(self, operands: GatherOperands) -> GatherTensors:
         """The operands as they come, and new memory for what a call makes."""
-        a_shard, a_scale, bs, b_scales, biases, along = operands
-        numbers = a_scale if self.scale_travels else along
-        all_numbers = self.new_numbers() if self.has_numbers else None
+        a_shard, a_scale, bs, b_scales, biases, along_shard = operands
+        row_numbers = a_scale if self.scale_travels else along_shard
+        all_row_numbers = self.new_numbers() if self.has_numbers else None
         outs = [new() for new in self.new_outs]
         full = self.new_full() if self.has_full else None
-        return GatherTensors(a_shard, a_scale, bs, b_scales, biases, numbers, outs, full, all_numbers)
+        return GatherTensors(a_shard, a_scale, bs, b_scales, biases, row_numbers, outs, full, all_row_numbers)
 
     def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
         """The call with its operands as the implementation reads them: copies of those that lie otherwise."""
-        numbers = None if call.numbers is None else aligned(call.numbers)
-        scale = numbers if self.scale_travels else call.a_scale
-        return call._replace(shard=aligned(call.shard), a_scale=scale, numbers=numbers)
+        row_numbers = None if call.row_numbers is None else aligned(call.row_numbers)
+        scale = row_numbers if self.scale_travels else call.a_scale
+        return call._replace(shard=aligned(call.shard), a_scale=scale, row_numbers=row_numbers)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         """Everything that a call does on the GPU, after `stream` and with `stream` after it."""
@@ -96,8 +96,8 @@ class GatherPlan(Implementation):
         results = list(call.outs)
         if self.return_a_full and call.full is not None:
             results.append(call.full)
-        if call.all_numbers is not None and not self.scale_travels:
-            results.append(call.all_numbers.view(*self.layout.full_shape[:-1], call.all_numbers.shape[-1]))
+        if call.all_row_numbers is not None and not self.scale_travels:
+            results.append(call.all_row_numbers.view(*self.layout.full_shape[:-1], call.all_row_numbers.shape[-1]))
         return results
 
     def run(
@@ -107,9 +107,9 @@ class GatherPlan(Implementation):
         bs: Sequence[Tensor],
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        along: Tensor | None = None,
+        along_shard: Tensor | None = None,
     ) -> list[Tensor]:
-        call = self.tensors((a_shard, a_scale, bs, b_scales, biases, along))
+        call = self.tensors((a_shard, a_scale, bs, b_scales, biases, along_shard))
         self.make(driver.current_stream(self.device_index), call)
         return self.results(call)
 
@@ -133,7 +133,7 @@ class WholeGather(GatherPlan):
     """An all-gather, then cuBLAS on the whole: nothing overlaps."""
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
-        super().__init__(call, memory, whole=True)
+        super().__init__(call, memory, gathers_all=True)
 
     def move(self, stream: int, call: GatherTensors) -> None:
         """Gather the shards, and the numbers if any travel."""
@@ -142,6 +142,6 @@ class WholeGather(GatherPlan):
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         self.move(stream, call)
         assert call.full is not None
-        row_scale = call.all_numbers if self.scale_travels else call.a_scale
+        row_scale = call.all_row_numbers if self.scale_travels else call.a_scale
         rows = call.full.view(self.layout.full_rows, self.layout.full_cols)
         self.multiply(call, rows, row_scale, [out.view(-1, out.shape[-1]) for out in call.outs])

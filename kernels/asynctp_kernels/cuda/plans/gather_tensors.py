@@ -26,7 +26,7 @@ class ShardSizes:
 
     def __init__(self, call: GatherFacts) -> None:
         self.layout, self.outer = call.layout, call.outer
-        self.number_count = 0 if call.travels is None else call.travels.numel()
+        self.number_count = 0 if call.row_numbers is None else call.row_numbers.numel()
         self.number_bytes = self.number_count * 4
         self.row_bytes = self.layout.cols * call.a_shard.itemsize
         self.shard_bytes = self.layout.rows * self.row_bytes
@@ -61,8 +61,8 @@ class GatherTensors(NamedTuple):
     """All memory of one call.
 
     shard, a_scale, bs, b_scales, biases: the operands.
-    numbers: what is gathered with the shard: `a_scale`, or what is only returned.
-    outs: the matmuls. full: the gathered A, where it is returned or multiplied whole. all_numbers: the gathered
+    row_numbers: what is gathered with the shard: `a_scale`, or what is only returned.
+    outs: the matmuls. full: the gathered A, where it is returned or multiplied whole. all_row_numbers: the gathered
     numbers [*, K/128 or 1], where they are.
     """
 
@@ -71,27 +71,27 @@ class GatherTensors(NamedTuple):
     bs: Sequence[Tensor]
     b_scales: Sequence[Tensor]
     biases: Sequence[Tensor | None]
-    numbers: Tensor | None
+    row_numbers: Tensor | None
     outs: list[Tensor]
     full: Tensor | None
-    all_numbers: Tensor | None
+    all_row_numbers: Tensor | None
 
     def addresses(self) -> tuple[int, ...]:
         """Addresses of all tensors but the small operands."""
-        tensors = (self.shard, self.full, self.all_numbers, *self.bs, *self.outs)
+        tensors = (self.shard, self.full, self.all_row_numbers, *self.bs, *self.outs)
         return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
 
     def small(self) -> list[Tensor]:
         """Scales, numbers that travel, biases."""
-        numbers = None if self.numbers is self.a_scale else self.numbers
-        tensors = (self.a_scale, numbers, *self.b_scales, *self.biases)
+        row_numbers = None if self.row_numbers is self.a_scale else self.row_numbers
+        tensors = (self.a_scale, row_numbers, *self.b_scales, *self.biases)
         return [tensor for tensor in tensors if tensor is not None]
 
     def with_small(self, small: Sequence[Tensor]) -> GatherTensors:
         """The same with other small operands."""
         rest = iter(small)
         a_scale = None if self.a_scale is None else next(rest)
-        numbers = a_scale if self.numbers is self.a_scale else None if self.numbers is None else next(rest)
+        row_numbers = a_scale if self.row_numbers is self.a_scale else None if self.row_numbers is None else next(rest)
         b_scales = [next(rest) for _ in self.b_scales]
         biases = [None if bias is None else next(rest) for bias in self.biases]
-        return self._replace(a_scale=a_scale, numbers=numbers, b_scales=b_scales, biases=biases)
+        return self._replace(a_scale=a_scale, row_numbers=row_numbers, b_scales=b_scales, biases=biases)

@@ -131,16 +131,16 @@ class GatherPush(GatherTransport):
     def __init__(self, call: GatherFacts, memory: GroupMemory, copies: int) -> None:
         super().__init__(call, memory)
         sizes, layout = self.sizes, call.layout
-        others, travels, number_bytes = memory.world - 1, call.travels, sizes.number_bytes
+        others, row_numbers, number_bytes = memory.world - 1, call.row_numbers, sizes.number_bytes
         self.keeps = call.return_a_full
         self.wire_chunks = WireChunks(sizes.shard_bytes)
         self.slot_bytes = align(sizes.shard_bytes, 16)  # TMA's, where the GEMM reads: then it is the shard's own size
         self.scale_offset = align(others * self.slot_bytes)
         self.inbox = memory.require("box", self.scale_offset + others * number_bytes)
         self.received = self._received(call.a_shard.dtype, 0, self.slot_bytes, (layout.rows, layout.cols))
-        if travels is not None:
-            shape = (sizes.number_count // travels.shape[-1], travels.shape[-1])
-            self.received_numbers = self._received(travels.dtype, self.scale_offset, number_bytes, shape)
+        if row_numbers is not None:
+            shape = (sizes.number_count // row_numbers.shape[-1], row_numbers.shape[-1])
+            self.received_numbers = self._received(row_numbers.dtype, self.scale_offset, number_bytes, shape)
         signature = memory.signature(call.wire, PUSH)
         pieces = self.wire_chunks.pieces(copies)
         scales = (self.scale_offset, number_bytes)
@@ -198,7 +198,7 @@ class GatherPush(GatherTransport):
 
     def push(self, side: int, call: GatherTensors) -> None:
         """Enqueue the pushes on `side`."""
-        self.play(side, (0, call.shard.data_ptr(), 0 if call.numbers is None else call.numbers.data_ptr()))
+        self.play(side, (0, call.shard.data_ptr(), 0 if call.row_numbers is None else call.row_numbers.data_ptr()))
 
     def await_all(self, stream: int) -> None:
         if driver.IN_ORDER:
@@ -228,8 +228,8 @@ class GatherPush(GatherTransport):
 
     def finish(self, stream: int, call: GatherTensors) -> None:
         """Put returned numbers together, join what is under way, and clear words that several have read."""
-        if call.numbers is not None and call.all_numbers is not None:
-            torch.cat(self.ranges(call.numbers, self.received_numbers), out=call.all_numbers)
+        if call.row_numbers is not None and call.all_row_numbers is not None:
+            torch.cat(self.ranges(call.row_numbers, self.received_numbers), out=call.all_row_numbers)
         driver.wait_event(stream, self.memory.end)
         if call.full is not None:
             driver.wait_event(stream, self.memory.reduced)
@@ -351,7 +351,7 @@ class GatherPull(GatherTransport):
             full = sizes.as_units(self.new_full())
             kept = full[memory.rank * sizes.units :][: sizes.units]
         box, scale_box = sizes.as_units(self.outbox.memory), self.outbox.memory[self.scale_offset :].view(torch.float32)
-        scale = memory.dummy if call.travels is None else aligned(call.travels)
+        scale = memory.dummy if call.row_numbers is None else aligned(call.row_numbers)
         whole = sizes.units % sizes.together(0) == 0
         words = [memory.pads, memory.free.number, memory.landed.number, memory.kernel_bound, memory.status]
         tail: list[Any] = [
@@ -384,8 +384,8 @@ class GatherPull(GatherTransport):
         return call.full
 
     def numbers_of(self, call: GatherTensors) -> Tensor:
-        assert call.all_numbers is not None
-        return call.all_numbers
+        assert call.all_row_numbers is not None
+        return call.all_row_numbers
 
     def make_room(self, gemm: Launch) -> bool:
         """A GEMM that holds every SM waits for staged shards: without room beside it, staging has to come first."""
@@ -406,14 +406,16 @@ class GatherPull(GatherTransport):
         assert call.full is not None
         shard = call.shard.data_ptr()
         kept = call.full.data_ptr() + self.memory.rank * self.sizes.shard_bytes if self.stage_keeps else shard
-        self.stage(stream, [shard, 0 if call.numbers is None else call.numbers.data_ptr(), kept, *self.stage_tail])
+        self.stage(
+            stream, [shard, 0 if call.row_numbers is None else call.row_numbers.data_ptr(), kept, *self.stage_tail]
+        )
 
     def pull(self, side: int, call: GatherTensors) -> None:
         """Enqueue the pulls on `side`, after the staging unless that has come first."""
         if not self.stage_first:
             self.stage_shard(side, call)
         assert call.full is not None
-        own, whole = (0 if each is None else each.data_ptr() for each in (call.numbers, call.all_numbers))
+        own, whole = (0 if each is None else each.data_ptr() for each in (call.row_numbers, call.all_row_numbers))
         self.play(side, (0, call.shard.data_ptr(), own, call.full.data_ptr(), whole))
 
     def ranges(self, own: Tensor, come: Tensor) -> list[Tensor]:

@@ -42,8 +42,8 @@ class SequentialGather(WholeGather):
     def move(self, stream: int, call: GatherTensors) -> None:
         assert call.full is not None
         gather_into(call.full, call.shard, self.memory.group)
-        if call.numbers is not None and call.all_numbers is not None:
-            gather_into(call.all_numbers, call.numbers, self.memory.group)
+        if call.row_numbers is not None and call.all_row_numbers is not None:
+            gather_into(call.all_row_numbers, call.row_numbers, self.memory.group)
 
 
 class SequentialScatter(WholeScatter):

@@ -501,7 +501,7 @@ def synchronize(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def keep(tensor: torch.Tensor) -> None:
+def record_stream(tensor: torch.Tensor) -> None:
     """`tensor` is used on the current stream: its memory is not given to others before that is done."""
     tensor.record_stream(torch.cuda.current_stream())
 

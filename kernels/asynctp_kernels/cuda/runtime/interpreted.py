@@ -137,7 +137,7 @@ def synchronize(device: torch.device) -> None:
     """Everything is done."""
 
 
-def keep(tensor: torch.Tensor) -> None:
+def record_stream(tensor: torch.Tensor) -> None:
     """Nothing is under way that `tensor` must outlive."""
 
 

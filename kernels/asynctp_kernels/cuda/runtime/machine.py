@@ -90,7 +90,7 @@ class Driver(Protocol):
     def synchronize(self, device: torch.device) -> None:
         """Wait until everything on `device` is done."""
 
-    def keep(self, tensor: torch.Tensor) -> None:
+    def record_stream(self, tensor: torch.Tensor) -> None:
         """`tensor` is used on the current stream: its memory is not given to others before that is done."""
 
     def outside_pools(self, device: torch.device, make: Callable[[], T], stop: Callable[[BaseException], None]) -> T:

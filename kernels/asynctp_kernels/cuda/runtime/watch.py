@@ -77,7 +77,7 @@ class Told(NamedTuple):
     """A call in the words that ranks tell each other; kept: None of one that is not known."""
 
     text: str
-    kept: bool | None = None
+    kept_by_all: bool | None = None
     accord: int = 0
 
 
@@ -94,7 +94,7 @@ class Calls:
         """The signature of a call."""
         number = wire.signature(transport)
         if number not in self._told:
-            self._told[number] = told = Told(wire.told, wire.kept, wire.accord)
+            self._told[number] = told = Told(wire.told, wire.kept_by_all, wire.accord)
             self._store.set(f"asynctp/calls/{number}", json.dumps(told))
         return number
 
@@ -118,7 +118,7 @@ class Calls:
         return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def tell_failure(self, rank: int, why: str) -> None:
-        """Say to the peers why this rank has failed."""
+        """Write to the group's store why this rank has failed: its peers quote that in their errors."""
         with contextlib.suppress(RuntimeError):  # as below
             self._store.set(f"asynctp/failed/{rank}", why)
 
@@ -181,7 +181,9 @@ def unlike(memory: Watched, peer: int, own: int, theirs: int, other: Watched | N
     """
     mine = memory.calls.told(own) if own else Told(memory.growing)
     found = (other or memory).calls.told(theirs)
-    forms = bool(mine.accord or found.accord) or (None not in (mine.kept, found.kept) and mine.kept != found.kept)
+    forms = bool(mine.accord or found.accord) or (
+        None not in (mine.kept_by_all, found.kept_by_all) and mine.kept_by_all != found.kept_by_all
+    )
     texts = [told.text for told in (mine, found)]
     if other is not None:
         texts = [f"{text} in group '{each.group_name}'" for text, each in zip(texts, (memory, other), strict=True)]
