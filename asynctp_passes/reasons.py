@@ -215,14 +215,16 @@ PIECES_MISSING = _miss(
     "ATP103",
     "PIECES_MISSING",
     "part of the gathered or scattered tensor is dropped (sliced off or left out of a concatenation)",
-    "trim after both, the matmul and the collective, or multiply and communicate only what is used",
+    "trim the matmul's result, or gather only what is used",
+    "multiply only the rows that are reduced; trim the result of an all-reduce",
 )
 VIEW_NOT_UNDERSTOOD = _miss(
     "ATP104",
     "VIEW_NOT_UNDERSTOOD",
     "a view between the collective and the matmul cannot be followed as an index map",
-    "write it with reshape, permute, split/chunk, slice and cat, or move it after the matmul",
-    "write it with reshape, permute, split/chunk, slice and cat, or move it after the collective",
+    "write it with reshape, permute, split/chunk, slice and cat, or move it after the matmul. There is nothing to do "
+    "for rows that are regrouped of elements of several ranks",
+    "write it with reshape, permute, split/chunk, slice and cat, or move it after the collective, or before the matmul",
 )
 COMPUTED_BETWEEN = _miss(
     "ATP105",
@@ -263,8 +265,8 @@ SUM_HAS_OTHER_TERM = _miss(
     "SUM_HAS_OTHER_TERM",
     "the reduced sum has a scaled addition, or a term of another shape or layout: a row, a number, a transposed tensor",
     "is the term the same on all ranks? Then add it to the collective's result: the shard of a reduce-scatter, or the "
-    "whole of an all-reduce. Expand any other term to the shape of the matmul's result, and add it before that is "
-    "transposed",
+    "whole of an all-reduce. Expand any other term to the shape of the matmul's result, and transpose the collective's "
+    "result instead of the matmul's. Scale an operand of the matmul instead of its result",
 )
 SUM_TERMS_DISAGREE = _miss(
     "ATP111",
@@ -288,7 +290,8 @@ UNEVEN_SHARDS = _miss(
     "what is gathered or scattered is padded until the ranks divide it. The padding is neither rows that a slice cuts "
     "off before the matmul, nor rows of zeros that come last before a reduce-scatter",
     "cut the padding off the matmul's result. Give a contraction a size that the ranks divide",
-    "pad the matmul's result by rows of zeros at its end, after all that is added to it. Then reduce-scatter its rows",
+    "pad the matmul's result by rows of zeros at its end, after all that is added to it. Then reduce-scatter its rows. "
+    "Pad another dimension after the collective",
 )
 MATMUL_NOT_UNDERSTOOD = _miss(
     "ATP115",
@@ -360,7 +363,8 @@ ADDMM_SCALED = _miss(
     "ATP205",
     "ADDMM_SCALED",
     "addmm has alpha or beta different from 1, or a bias that is neither one row nor as large as the result",
-    "scale the weight or the result instead; pass the bias as a vector of the output width",
+    "scale the weight, the bias or the result itself. Pass the bias as a vector of the output width, or add it to the "
+    "matmul's result",
 )
 RESULT_SCALED = _miss(
     "ATP206",
@@ -418,7 +422,8 @@ RANKS_DIFFER = _miss(
     "alike, deviate=False forbids it, or nothing compares such calls on GPUs. The collective stays as it is, fused in "
     "another way or not at all",
     "let every rank compute the same from the communicated tensor, with the same asynctp, torch and options. If one "
-    "rank looks at a tensor, let all take a copy. ASYNCTP_AGREE_S is how long ranks wait for one another",
+    "rank looks at a tensor, let all take a copy. ASYNCTP_AGREE_S is how long ranks wait for one another. Or let the "
+    "program itself do before the collective what the facts name",
 )
 
 # --- 3xx kernel limits ---------------------------------------------------------------------------------
@@ -426,7 +431,8 @@ DTYPE_UNSUPPORTED = _miss(
     "ATP301",
     "DTYPE_UNSUPPORTED",
     "the operands' dtype is not one that the fused ops take",
-    "use bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2",
+    "use bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2. Let a matmul without scales return the "
+    "dtype of its operands",
 )
 DEVICE_UNSUPPORTED = _miss(
     "ATP302",
