@@ -107,7 +107,8 @@ WEIGHT_GATHER = _skip(
     "WEIGHT_GATHER",
     "the gathered tensor is a matmul's right-hand operand, a vector, or an input of the graph whose rows are looked "
     "up. Its group has no tensor-parallel chain in this graph, or is of a mesh dimension named for data parallelism",
-    "nothing to do for a gather of parameters, as FSDP's; otherwise name the group in Config(groups=...)",
+    "nothing to do for a gather of parameters, as FSDP's, or of context parallelism's keys and values. Otherwise name "
+    "the group in Config(groups=...)",
 )
 SINGLE_RANK = _skip(
     "ATP004",
@@ -132,9 +133,10 @@ OTHER_COLLECTIVE = _skip(
 GATHERED_SCALE = _skip(
     "ATP007",
     "GATHERED_SCALE",
-    "the gathered tensor only scales a matmul or its result, and does not travel with the data that it scales",
-    "to let it travel with the data, gather it over the same group and use it for that matmul only. Give it one fp32 "
-    "number for each row, in the order of the data's",
+    "the gathered tensor is a matmul's bias, or it only scales a matmul or its result, and does not travel with the "
+    "data that it scales",
+    "nothing to do for a bias. To let scales travel with the data, gather them over the same group and use them for "
+    "that matmul only. Give them one fp32 number for each row, in the order of the data's",
 )
 NO_ELEMENTS = _skip(
     "ATP008",
