@@ -300,8 +300,8 @@ MATMUL_NOT_UNDERSTOOD = _miss(
     "MATMUL_NOT_UNDERSTOOD",
     "the matmul is of a form that asynctp does not rewrite (a weight for each batch, grouped, an op it does not know)",
     "write a layer with torch.nn.functional.linear or scaled_mm and one weight. Describe a custom op with "
-    "asynctp_passes.register_matmul. Freeze without packing: torch._inductor.config.cpp.weight_prepack = False. "
-    "For attention's own matmuls there is nothing to do",
+    "asynctp_passes.register_matmul. Freeze without packing: set torch._inductor.config.cpp.weight_prepack = "
+    "False before the first compile that freezes. For attention's own matmuls there is nothing to do",
 )
 MATMUL_PADDED = _miss(
     "ATP116",

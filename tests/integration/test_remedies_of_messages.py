@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from compiled_training import QUICK, Mlp, start
 from ranks import imagined_ranks
+from scripts import run_forked
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor, all_gather_tensor_autograd, all_reduce
 from torch.distributed.device_mesh import init_device_mesh
@@ -253,3 +255,91 @@ def test_the_size_of_a_collective_is_named() -> None:
     unregister(OPS.gather)
     register_local(OPS.gather)
     unregister(OPS.gather)
+
+
+# --- graphs ----------------------------------------------------------------------------------------------------------
+def multiplied_in_a_branch(x: Tensor, w: Tensor) -> Tensor:
+    whole = all_gather_tensor(x, 0, dist.group.WORLD)
+    return torch.cond(x.sum() > 0, lambda a, b: a @ b, lambda a, b: a @ b.t(), (whole, w))
+
+
+def both_in_a_branch(x: Tensor, w: Tensor) -> Tensor:
+    def times(a: Tensor, b: Tensor) -> Tensor:
+        return all_gather_tensor(a, 0, dist.group.WORLD) @ b  # type: ignore[no-any-return]
+
+    return torch.cond(x.sum() > 0, times, lambda a, b: times(a, b.t()), (x, w))
+
+
+def test_a_branch_holds_the_collective_too() -> None:
+    with torch.no_grad():
+        assert fused(multiplied_in_a_branch, X, W) == 0
+        (remark,) = (one for report in asynctp_passes.reports() for one in report.remarks)
+        assert (remark.code, "must hold both or neither" in remark.hint) == ("ATP120", True)
+        assert fused(both_in_a_branch, X, W) == 2
+
+
+_OPS.define("mix(Tensor x) -> Tensor")
+_OPS.impl("mix", torch.clone, "CPU")
+torch.library.register_fake("messages_like::mix", torch.empty_like, lib=_OPS)
+
+
+def test_an_op_that_a_note_names_is_registered() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return gathered(OPS.mix(x), w)
+
+    def notes() -> str:
+        return " ".join(note for report in asynctp_passes.reports() for note in report.notes)
+
+    assert fused(program, X, W) == 1
+    assert "messages_like.mix.default" in notes()
+    assert "register_local" in notes()
+    register_local(OPS.mix)
+    try:
+        assert fused(program, X, W) == 1
+        assert "messages_like.mix.default" not in notes()
+    finally:
+        unregister(OPS.mix)
+
+
+# --- frozen weights --------------------------------------------------------------------------------------------------
+FREEZING = """
+import torch, torch.distributed as dist
+from torch.distributed._functional_collectives import all_gather_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import asynctp_passes
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        return self.linear(all_gather_tensor(x, 0, dist.group.WORLD))
+
+torch._inductor.config.freezing = True
+torch._inductor.config.cpp.weight_prepack = {prepack}
+options = {{"strict": "off", "fallback_by_default": True}}
+with torch.no_grad():
+    torch.compile(Layer().eval(), backend="asynctp", options=options)(torch.ones(16, 64, dtype=torch.bfloat16))
+(report,) = asynctp_passes.reports()
+print(len(report.fused), *(remark.hint for remark in report.missed))
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+def test_weights_are_frozen_without_packing(tmp_path: Path) -> None:
+    """Inductor reads the option once in a process."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU does not multiply bfloat16")
+    told = {}
+    for prepack in (True, False):
+        program = tmp_path / f"program_{prepack}.py"
+        program.write_text(FREEZING.format(prepack=prepack), encoding="utf-8")
+        done = run_forked(program)
+        assert done.returncode == 0, done.stderr
+        told[prepack] = done.stdout
+    assert told[True].startswith("0 ")
+    assert "set torch._inductor.config.cpp.weight_prepack = False before the first compile" in told[True]
+    assert told[False].startswith("1")
