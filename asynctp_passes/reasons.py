@@ -133,8 +133,8 @@ OTHER_COLLECTIVE = _skip(
 GATHERED_SCALE = _skip(
     "ATP007",
     "GATHERED_SCALE",
-    "the gathered tensor is a matmul's bias. Or it only scales a matmul or its result, and does not travel with the data "
-    "that it scales",
+    "the gathered tensor is a matmul's bias. Or it only scales a matmul or its result, and does not travel with the "
+    "data that it scales",
     "nothing to do for a bias. To let scales travel with the data, gather them over the same group and use them for "
     "that matmul only. Give them one fp32 number for each row, in the order of the data's",
 )
