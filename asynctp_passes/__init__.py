@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from asynctp_passes.config import Config, ConfigError, required
@@ -109,20 +108,9 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 _WITH_COMPILER = ("backend", "process")
 
-_RENAMED = {"RegatherPass": "RematerializePass", "Coalesced": "Bucketed"}
-"""Names of earlier versions, which programs may still say."""
-
 
 def __getattr__(name: str) -> Any:
-    """Import a name once it is needed. An earlier name gives what has another one now, and warns."""
-    if name in _RENAMED:
-        now = _RENAMED[name]
-        warnings.warn(f"asynctp_passes.{name} is now asynctp_passes.{now}", FutureWarning, stacklevel=2)
-        return getattr(sys.modules[__name__], now)
-    return _imported(name)
-
-
-def _imported(name: str) -> Any:
+    """Import a name once it is needed."""
     if name in ("backend", "ops", "reference"):
         return importlib.import_module(f"asynctp_passes.{name}")
     if name not in _HOME:
@@ -135,11 +123,11 @@ def __dir__() -> list[str]:
 
 
 if asked := required():
-    importlib.import_module("asynctp_passes.reporting.picture").require_at_exit(
+    importlib.import_module("asynctp_passes.reporting.at_exit").require_at_exit(
         asked.get("fused", 0), asked.get("missed", 0)
     )
 if sys.modules.get("torch") is not None:
     # the program may load an exported one, which calls torch.ops.asynctp, or look a name up in this module's __dict__
     for _name in ("ops", "reference", *_HOME):
         if _HOME.get(_name) not in _WITH_COMPILER:
-            globals()[_name] = _imported(_name)
+            globals()[_name] = __getattr__(_name)

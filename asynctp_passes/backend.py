@@ -22,19 +22,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, joint_pass, ops, partition_pass, pipeline
+from asynctp_passes import ops, pipeline
 from asynctp_passes.config import Config, ConfigError, did_you_mean
 from asynctp_passes.errors import AsyncTPError, DisagreementError, GroupError, StrictError
 from asynctp_passes.ir import registry
 from asynctp_passes.ranks import leaving
 from asynctp_passes.ranks.accord import ask
+from asynctp_passes.remat.joint import run_joint
+from asynctp_passes.remat.partition import run_partition
 from asynctp_passes.reporting import files, graph_page
-from asynctp_passes.reporting.across import Border, forget
+from asynctp_passes.reporting.across import cut_chains, forget, remembering
 from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_if_strict_across
 from asynctp_passes.reporting.torch_notes import from_another_process, hidden_calls
+from asynctp_passes.torch_private import (
+    dynamo,
+    inductor_compile,
+    inductor_options,
+    partitioner,
+    process_groups,
+    tensor_storage,
+)
 
 __all__ = [
     "AsyncTPPass",
@@ -120,7 +130,7 @@ class _OwnPass:
 
         None, which turns caching off, where that cannot be found out, and where a graph is compiled without caches.
         """
-        if not compat.uses_caches():
+        if not inductor_compile.uses_caches():
             return None
         try:
             return self._key()
@@ -147,17 +157,19 @@ class _OwnPass:
 
     def _key(self) -> bytes:
         runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
-        mesh = compat.mesh_dimensions()
-        groups = ",".join(f"{name}:{compat.size_of_group(name)}:{dim}" for name, dim in mesh.items())
+        mesh = process_groups.mesh_dimensions()
+        groups = ",".join(f"{name}:{process_groups.size_of_group(name)}:{dim}" for name, dim in mesh.items())
         drawn = self.config.graph_dir or ""  # a graph that is cached is not drawn
         # all-to-alls by gather, which are told apart by the rank's number (`missed_gather`), are of CPUs
-        places = "" if compat.uses_gpus() else ",".join(str(compat.rank_in_group(name)) for name in mesh)
+        places = (
+            "" if process_groups.uses_gpus() else ",".join(str(process_groups.rank_in_group(name)) for name in mesh)
+        )
         versions = (sources_digest(), str(torch.__version__))
         parts = (*versions, self.config.digest(), registry.digest(), runs, groups, places, drawn)
         return "-".join(parts).encode()
 
 
-class AsyncTPPass(_OwnPass, compat.custom_graph_pass_base()):  # type: ignore[misc]
+class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
     """The pass, for `torch._inductor.config.post_grad_custom_post_pass`. Picklable; holds no process group.
 
     Args:
@@ -214,7 +226,7 @@ class AsyncTPPass(_OwnPass, compat.custom_graph_pass_base()):  # type: ignore[mi
         return report
 
 
-class RematerializePass(_OwnPass, compat.custom_graph_pass_base()):  # type: ignore[misc]
+class RematerializePass(_OwnPass, inductor_compile.CustomGraphPass):
     """For `torch._inductor.config.joint_custom_post_pass`: it notes the order of the program's collectives.
 
     It also marks the gathers of `Config.rematerialize` for a `RematerializePartitioner`. Picklable; holds no process
@@ -233,10 +245,10 @@ class RematerializePass(_OwnPass, compat.custom_graph_pass_base()):  # type: ign
             GroupError: `groups` names a process group that does not exist here.
         """
         with self._publishing() as publish:
-            publish(joint_pass.run_joint(graph, self.config))
+            publish(run_joint(graph, self.config))
 
 
-class RematerializePartitioner(_OwnPass, compat.custom_partitioner_base()):  # type: ignore[misc]
+class RematerializePartitioner(_OwnPass, partitioner.CustomPartitionerFn):
     """`Config.rematerialize`, for `torch._inductor.config.custom_partitioner_fn`, with a `RematerializePass`.
 
     It divides graphs as it is told to, and lets their backwards make gathers again that their forwards made. Picklable,
@@ -268,9 +280,9 @@ class RematerializePartitioner(_OwnPass, compat.custom_partitioner_base()):  # t
             StrictError: asynctp itself failed, and `Config.strict` is "all".
             GroupError: `groups` names a process group that does not exist here.
         """
-        divide = self.inner or compat.default_partition
+        divide = self.inner or partitioner.default_partition
         with self._publishing() as publish:
-            forward, backward, report = partition_pass.run_partition(
+            forward, backward, report = run_partition(
                 gm, lambda: divide(gm, joint_inputs, **options), options.get("num_fwd_outputs"), self.config
             )
             publish(report)
@@ -282,7 +294,7 @@ class RematerializePartitioner(_OwnPass, compat.custom_partitioner_base()):  # t
         return own if self.inner is None else _all_or_none((own, _uuid_of(self.inner)))
 
 
-class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]
+class _PassSequence(inductor_compile.InferenceAwareGraphPass):  # type: ignore[misc]
     """The user's own passes, then ours: some torch versions take a single pass only."""
 
     def __init__(self, passes: Sequence[Callable[..., None]]) -> None:
@@ -290,7 +302,7 @@ class _PassSequence(compat.inference_aware_pass_base()):  # type: ignore[misc]
 
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
         for graph_pass in self.passes:
-            compat.call_graph_pass(graph_pass, graph, is_inference)
+            inductor_compile.call_graph_pass(graph_pass, graph, is_inference)
 
     def uuid(self) -> tuple[Any, ...] | None:
         """The passes' own identifiers; None, which turns caching off, when one has none."""
@@ -325,7 +337,7 @@ def asynctp(
         ConfigError: An option is neither a field of Config nor an Inductor option, or has a bad value.
     """
     config, patches = split_options(options or {})
-    return compile_graph(gm, example_inputs, config, {**compat.inductor_mode_options(mode), **patches})
+    return compile_graph(gm, example_inputs, config, {**inductor_options.of_mode(mode), **patches})
 
 
 def compile_graph(
@@ -343,9 +355,10 @@ def compile_graph(
             ours.names = graph_page.Names.of(gm)
     patches = with_passes(patches, ours)
     found = list[Report]()
-    border = Border(gm)
+    given: dict[int, torch.Tensor] = {}
     with contained("keep the picture of the process"):
-        picture.note_function(any(map(compat.is_distributed_tensor, border.tensors.values())))
+        given = dynamo.given_tensors(gm)
+        picture.note_function(any(map(tensor_storage.is_distributed_tensor, given.values())))
 
     def all_stand(whole: bool, again: bool) -> bool:
         cached: list[Report] = []
@@ -362,15 +375,15 @@ def compile_graph(
             _publish_all(cached, config)
         return True
 
-    compiled = compat.inductor_compile(gm, example_inputs, patches, all_stand, further or {})
+    compiled = inductor_compile.compile_graph(gm, example_inputs, patches, all_stand, further or {})
     forward = ours.forward or next((one for one in found if one.crossings), None)
     if ours.forward is None and not found:
         log.info(
             "asynctp: %s was not compiled now (Inductor's cache had it, or it has no tensor code), and no report came "
             "with it. What the cache holds was compiled with the same sources and configuration.",
-            compat.compile_name(),
+            dynamo.compile_name(),
         )
-    across, fused = border.missed(forward, config)
+    across, fused = cut_chains(given, forward, config)
     if across is not None:
         try:
             raise_if_strict_across(across, config, fused)
@@ -380,10 +393,10 @@ def compile_graph(
         _publish(across, config, across=True)
     with contained("tell where nothing is fused"):
         picture.warn_of_nothing(config)
-    return border.marking(compiled, forward)
+    return remembering(compiled, gm, forward)
 
 
-asynctp.reset = compat.reset_cudagraphs  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+asynctp.reset = inductor_compile.reset_cudagraphs  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
 def split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
@@ -392,7 +405,7 @@ def split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     Raises:
         ConfigError: One is neither a field of Config nor an Inductor option, or has a bad value.
     """
-    fields, known = set(Config.option_names()), compat.inductor_option_names()
+    fields, known = set(Config.field_names()), inductor_options.names()
     options = {name.replace("-", "_"): value for name, value in options.items()}
     patches = {name: value for name, value in options.items() if name not in fields}
     for name, value in patches.items():
@@ -401,7 +414,7 @@ def split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
                 f"asynctp: option {name!r} is not valid; it must be one of {sorted(Config.field_names())} or an "
                 f"Inductor option (torch._inductor.list_options()){did_you_mean(name, {*fields, *known})}"
             )
-        if (wanted := compat.inductor_option_type(name)) is not None and not isinstance(value, wanted):
+        if (wanted := inductor_options.type_of(name)) is not None and not isinstance(value, wanted):
             raise ConfigError(
                 f"asynctp: {name}={value!r} is not valid; Inductor's option is of type {wanted.__name__}, and this is "
                 f"of type {type(value).__name__}"
@@ -411,7 +424,7 @@ def split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
 
 def _require_groups(config: Config) -> None:
     """A group that is misspelt would be enrolled and never met; say so at once."""
-    known = compat.process_group_names()
+    known = process_groups.names()
     unknown = [name for name in config.groups if name not in known] if config.groups != "auto" and known else []
     if unknown:
         raise GroupError(
@@ -433,21 +446,21 @@ def with_passes(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
         )
     added: list[tuple[str, AsyncTPPass | RematerializePass]]
     added = [(_PASS_OPTION, ours), (_JOINT_PASS_OPTION, RematerializePass(ours.config))]
-    passes = {name: _append(patches.get(name, compat.inductor_option(name)), one) for name, one in added}
-    present = patches.get(_PARTITIONER_OPTION, compat.inductor_option(_PARTITIONER_OPTION))
+    passes = {name: _append(patches.get(name, inductor_options.current(name)), one) for name, one in added}
+    present = patches.get(_PARTITIONER_OPTION, inductor_options.current(_PARTITIONER_OPTION))
     inner = present.inner if isinstance(present, RematerializePartitioner) else present
-    partitioner = RematerializePartitioner(ours.config, inner)
-    return {"shape_padding": False, **patches, **passes, _PARTITIONER_OPTION: partitioner}
+    divider = RematerializePartitioner(ours.config, inner)
+    return {"shape_padding": False, **patches, **passes, _PARTITIONER_OPTION: divider}
 
 
 def runs_passes(patches: dict[str, Any]) -> bool:
     """Whether Inductor runs custom passes under these options."""
-    return bool(patches.get(_PASSES_OPTION, compat.inductor_option(_PASSES_OPTION, True)))
+    return bool(patches.get(_PASSES_OPTION, inductor_options.current(_PASSES_OPTION)))
 
 
 def own_passes() -> list[_OwnPass]:
     """The passes of asynctp's among Inductor's options of this process."""
-    present = (compat.inductor_option(name) for name in (_PASS_OPTION, _JOINT_PASS_OPTION, _PARTITIONER_OPTION))
+    present = (inductor_options.current(name) for name in (_PASS_OPTION, _JOINT_PASS_OPTION, _PARTITIONER_OPTION))
     return [step for passes in present for step in _steps(passes) if isinstance(step, _OwnPass)]
 
 
@@ -476,7 +489,7 @@ def _send_with_cache_entry(report: Report) -> None:
     name = _COUNTER + base64.b64encode(zlib.compress(report.to_json().encode())).decode()
     with _lock:
         _sent[name] += 1
-        compat.cached_counters()[name] += 1
+        inductor_compile.cached_counters()[name] += 1
 
 
 def _publish_cached(config: Config | None, *, compiling: bool, named: bool = True) -> list[Report]:
@@ -494,8 +507,8 @@ def _read_cached(*, compiling: bool, named: bool = True) -> list[Report]:
         named: They are of the compile under way, and get its name.
     """
     replayed = [_read_counter(name) for name in _take_replayed(compiling)]
-    if named and compat.compile_name() != "graph":
-        replayed = [dataclasses.replace(report, graph=compat.compile_name()) for report in replayed]
+    if named and dynamo.compile_name() != "graph":
+        replayed = [dataclasses.replace(report, graph=dynamo.compile_name()) for report in replayed]
     return replayed
 
 
@@ -544,7 +557,7 @@ def _take_replayed(compiling: bool) -> list[str]:
     What stays for a cache entry that is not made yet is never missing in between: another thread may make it now.
     """
     with _lock:
-        counters = compat.cached_counters()
+        counters = inductor_compile.cached_counters()
         held = collections.Counter({name: count for name, count in list(counters.items()) if name.startswith(_COUNTER)})
         own = _sent & held
         _sent.clear()
@@ -589,7 +602,7 @@ def _publish(
             _log(report)
     if config.trace:
         with contained("trace the report"):
-            compat.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
+            dynamo.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
     if config.report_file is not None:
         with _or_warn("report_file", config.report_file):
             files.write(config.report_file, report.to_json() + "\n", append=True)

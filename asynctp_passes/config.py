@@ -4,63 +4,61 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import hashlib
 import json
 import math
 import os
-import stat
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 __all__ = [
-    "RENAMED",
     "RUNTIME_VARIABLES",
+    "STEPS",
     "Config",
     "ConfigError",
     "agree_seconds",
     "can_be_written",
     "cpu_implementation",
     "did_you_mean",
-    "nvtx_ranges",
+    "own_variables",
     "required",
-    "write_whole",
 ]
 
 Strict = Literal["off", "zero", "all"]
 Rematerialize = Literal["auto", "always", "never"]
-_SWITCHES = ("bucket", "store_scales", "deviate", "log", "trace")
+_SWITCHES = ("deviate", "log", "trace")
 _NOT_DECISIVE = ("log", "trace", "report_file", "graph_dir")
 _STRICT_LEVELS = ("off", "zero", "all")
 _REMATERIALIZE_MODES = ("auto", "always", "never")
 _CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 _ENVIRONMENT_PREFIX = "ASYNCTP_"
 
+STEPS = {
+    "hoist": "ops between a gather and its matmul are computed of the shard, before the gather",
+    "overlap": "collectives that no matmul can take in run beside matmuls",
+    "bucket": "small all-reduces (max or min) that do not wait for one another become one",
+    "store_scales": "Inductor stores fp8's scales, in graphs with fused chains, instead of computing them again for "
+    "every element that they are multiplied with",
+}
+"""Steps that `Config.skip` can leave out, by name, with what each does; a graph is right without any of them."""
+
 RUNTIME_VARIABLES = {
-    "cpu_implementation": "what the fused ops run on CPU tensors: reference (plain collectives and matmuls; default) "
-    "or interpreted (the Triton kernels under TRITON_INTERPRET=1: slow, for tests)",
-    "cuda_implementation": "what the fused ops run on CUDA tensors: auto (the fastest; default), fused, decomposed, "
-    "direct, sequential or whole; one that cannot run a call raises",
+    "cpu_implementation": "implementation on CPU tensors: reference, plain collectives and matmuls (default), or "
+    "interpreted, the Triton kernels under TRITON_INTERPRET=1: slow, for tests",
+    "cuda_implementation": "implementation on CUDA tensors: auto, the fastest (default), fused, decomposed, direct, "
+    "sequential or whole; one that cannot run a call raises",
     "agree_s": "seconds that a compile waits for the other ranks of a group to decide alike (default: 30)",
     "timeout_s": "seconds after which a wait for a peer gives up with an error (default: 60 on CPU, on CUDA the "
     "timeout of the process group)",
     "recorded_calls": "how many calls of a group are kept recorded as CUDA graphs (default: 4096; 0: none)",
-    "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads",
-    "nvtx": "1: each call of a fused op is an NVTX range with its name; read at the import of asynctp (default: 0)",
-    "require": "what must be true when a process ends, or its exit status is 1: fused=8, or fused=8,missed=0, as "
-    "asynctp_passes.require takes it",
+    "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads (default: "
+    "~/.cache/asynctp/tuning.json)",
+    "require": "condition for an exit status of 0, as asynctp_passes.require takes it: fused=8, missed=0, or both with "
+    "a comma between",
 }
 """`ASYNCTP_*` variables that steer the ops at run time rather than a compile, with what they mean."""
-
-
-RENAMED = {"regather": "rematerialize", "coalesce": "bucket"}
-"""Names that fields had in earlier versions, with those of now: programs and variables may still say them."""
-
-_AGREE = "agree"
-"""A field of earlier versions: `agree=False` is read as `deviate=False`."""
 
 
 class ConfigError(ValueError):
@@ -80,20 +78,18 @@ class Config:
         expect: Minimum number of fused chains in each graph that has chains in scope; fewer raise.
         min_bytes: Chains whose collective moves fewer bytes per rank are SKIPPED. Default 0: none.
         min_flops: Chains whose matmuls do fewer floating-point operations per rank are SKIPPED. Default 0.
-        bucket: Let small all-reduces (max or min) that do not wait for one another become one.
-        store_scales: Let Inductor store fp8's scales, in graphs with fused chains, instead of computing them again for
-            every element that they are multiplied with.
-        rematerialize: Whether gathers of the forward are made again in the backward, instead of keeping what was
-            gathered: `"always"`, where that can be done, `"never"`, or, by default (`"auto"`), in graphs where matmuls
-            overlap them. Where activation checkpointing has its say about a gather, that holds.
-        deviate: Let ranks send something cheaper than the program's collectives do, where all of them can: fp8 in place
-            of what is quantized afterwards, or one sum in place of several. Without it, ranks may compile whatever they
-            like, whenever they like. With it they ask one another when compiling: what one does not do, none does.
+        skip: Names of steps to leave out (`STEPS`), one or several, as to find which one a fault comes from.
+        rematerialize: Whether the backward makes gathers of the forward again, so that less of what is gathered is
+            kept. `"always"`: where that can be done. `"auto"`: where it is worth a call, and matmuls overlap it.
+            `"never"`: nowhere.
+        deviate: Let ranks send something cheaper than the program's collectives do, where all of them can, as one sum
+            in place of several. When compiling, ranks ask one another: what one does not do, none does. Without it,
+            ranks may compile whatever they like, whenever they like.
         log: Log an entry per collective (MISSED as warning, the others as info).
         trace: Emit each report as a structured-trace artifact, which tlparse shows.
         report_file: Append each report to this file as one line of JSON; None writes none.
-        graph_dir: Write a page with the graph before and after, chains coloured by outcome, into this folder
-            for every compiled graph, and `index.html`, which lists them; None writes none.
+        graph_dir: Write a page for every compiled graph into this folder, with the graph before and after, and
+            `index.html`, which lists them; None writes none.
 
     Every field can also be set by an environment variable: `ASYNCTP_` and its name in capitals; an explicit
     argument of `Config.from_options` wins over the environment.
@@ -107,8 +103,7 @@ class Config:
     expect: int = 0
     min_bytes: int = 0
     min_flops: int = 0
-    bucket: bool = True
-    store_scales: bool = True
+    skip: Any = ()
     rematerialize: Rematerialize = "auto"
     deviate: bool = True
     log: bool = True
@@ -118,6 +113,7 @@ class Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", _group_names(self.groups))
+        object.__setattr__(self, "skip", _step_names(self.skip))
         _require(self.strict in _STRICT_LEVELS, "strict", self.strict, f"one of {_STRICT_LEVELS}")
         _require(
             self.rematerialize in _REMATERIALIZE_MODES,
@@ -145,11 +141,6 @@ class Config:
         return tuple(field.name for field in dataclasses.fields(cls))
 
     @classmethod
-    def option_names(cls) -> tuple[str, ...]:
-        """The names by which options are given: those of all fields, and earlier ones."""
-        return (*cls.field_names(), *RENAMED, _AGREE)
-
-    @classmethod
     def from_options(cls, options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
         """Build a Config from explicit options over `ASYNCTP_*` variables over the defaults.
 
@@ -158,11 +149,10 @@ class Config:
             environ: The environment to read; `os.environ` when None.
 
         Raises:
-            ConfigError: An unknown option, an unknown `ASYNCTP_*` variable, a bad value, or a field's earlier name
-                beside its name of now.
+            ConfigError: An unknown option, an unknown `ASYNCTP_*` variable, or a bad value.
         """
         values = _from_environment(os.environ if environ is None else environ)
-        for name, value in _with_names_of_now(options or {}, "an option").items():
+        for name, value in (options or {}).items():
             known = cls.field_names()
             _require(name in known, "option", name, f"one of {known}{did_you_mean(name, known)}")
             values[name] = value
@@ -192,44 +182,6 @@ class Config:
         return hashlib.sha256(json.dumps(self.decisive(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _with_names_of_now(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Values of fields by the names that these have now; an earlier name warns.
-
-    Raises:
-        ConfigError: A field is given by both names, or `agree` is no bool.
-    """
-    found = dict(values)
-    agree = found.pop(_AGREE, True)
-    _require(isinstance(agree, bool), _AGREE, agree, "True or False")
-    if not agree:
-        found["deviate"] = False
-        now = "'agree=False', which is now 'deviate=False': no rank deviates without asking the others"
-        warnings.warn(f"asynctp: {where} is {now}", FutureWarning, stacklevel=3)
-    for name in RENAMED.keys() & found.keys():
-        now = RENAMED[name]
-        _require(now not in found, name, found[name], f"left out, since {now!r} is given, which is its name now")
-        _warn(name, now, where)
-        found[now] = found.pop(name)
-    return found
-
-
-def _warn(name: str, now: str, where: str) -> None:
-    warnings.warn(f"asynctp: {where} is named {name!r}, which is now {now!r}", FutureWarning, stacklevel=4)
-
-
-def _accepts_earlier_names(init: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of Config that also takes fields by their earlier names; nothing else has these."""
-
-    @functools.wraps(init)
-    def constructed(self: Config, *values: Any, **named: Any) -> None:
-        init(self, *values, **_with_names_of_now(named, "an argument of Config"))
-
-    return constructed
-
-
-Config.__init__ = _accepts_earlier_names(Config.__init__)  # type: ignore[method-assign]
-
-
 def _require(condition: bool, name: str, value: object, limit: str) -> None:
     if not condition:
         raise ConfigError(f"asynctp: {name}={value!r} is not valid; it must be {limit}")
@@ -257,35 +209,16 @@ def can_be_written(path: str, folder: bool) -> bool:
         return False
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, in whose place there is what was there before until all of it is written.
-
-    A link stays one, and a file keeps its permissions; a new one gets those of the user's umask.
-    """
-    place = path.resolve()
-    whole = place.with_name(f"{place.name}.{os.getpid()}")
-    try:
-        whole.write_bytes(data)
-        if place.exists():
-            whole.chmod(stat.S_IMODE(place.stat().st_mode))
-        whole.replace(place)
-    finally:
-        whole.unlink(missing_ok=True)
-
-
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Read `ASYNCTP_<FIELD>` variables; unknown names are errors, so that a typo is not silently ignored."""
     values: dict[str, Any] = {}
     for key, text in environ.items():
         if not key.startswith(_ENVIRONMENT_PREFIX):
             continue
-        name = _variable_of_now(key, environ)[len(_ENVIRONMENT_PREFIX) :].lower()
+        name = key[len(_ENVIRONMENT_PREFIX) :].lower()
         if name in RUNTIME_VARIABLES:
             if name == "agree_s":
                 agree_seconds(environ)
-            continue
-        if name == _AGREE:
-            values[name] = _switch(key, text.strip())
             continue
         known = (*Config.field_names(), *RUNTIME_VARIABLES)
         variables = [f"{_ENVIRONMENT_PREFIX}{one.upper()}" for one in known]
@@ -296,18 +229,12 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             Config(**{name: values[name]})
         except ConfigError as error:
             raise ConfigError(f"{error} (set by {key}={text!r})") from None
-    return _with_names_of_now(values, "a variable")
+    return values
 
 
-def _variable_of_now(key: str, environ: Mapping[str, str]) -> str:
-    """The name that a variable has now; an earlier one warns, and may not stand beside it."""
-    name = RENAMED.get(key[len(_ENVIRONMENT_PREFIX) :].lower())
-    if name is None:
-        return key
-    now = f"{_ENVIRONMENT_PREFIX}{name.upper()}"
-    _require(now not in environ, key, environ[key], f"left out, since {now} is given, which is its name now")
-    _warn(key, now, "a variable")
-    return now
+def own_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The `ASYNCTP_*` variables that are set."""
+    return {key: text for key, text in environ.items() if key.startswith(_ENVIRONMENT_PREFIX)}
 
 
 def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:
@@ -320,16 +247,6 @@ def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:
     value = (os.environ if environ is None else environ).get(key, "reference")
     _require(value in _CPU_IMPLEMENTATIONS, key, value, f"one of {_CPU_IMPLEMENTATIONS}")
     return value
-
-
-def nvtx_ranges(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether calls of the fused ops are NVTX ranges, from `ASYNCTP_NVTX`.
-
-    Raises:
-        ConfigError: The variable is none of 0, 1, off, on, false and true.
-    """
-    key = f"{_ENVIRONMENT_PREFIX}NVTX"
-    return bool(_switch(key, (os.environ if environ is None else environ).get(key, "0")))
 
 
 def required(environ: Mapping[str, str] | None = None) -> dict[str, int]:
@@ -386,11 +303,20 @@ def _parse(key: str, name: str, text: str) -> Any:
             raise ConfigError(f"asynctp: {key}={text!r} is not valid; it must be an integer >= 0") from None
     if name in _SWITCHES:
         return _switch(key, text)
-    if name == "groups" and text != "auto":
+    if name == "skip" or (name == "groups" and text != "auto"):
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if name in ("report_file", "graph_dir"):
         return text or None
     return text
+
+
+def _step_names(steps: Any) -> tuple[str, ...]:
+    """Normalize `skip` to a sorted tuple of names of steps."""
+    names = steps if isinstance(steps, tuple | list | set | frozenset) else (steps,)
+    for name in names:
+        near = did_you_mean(name, STEPS) if isinstance(name, str) else ""
+        _require(isinstance(name, str) and name in STEPS, "skip", name, f"names of steps, of {tuple(STEPS)}{near}")
+    return tuple(sorted(set(names)))
 
 
 def _group_names(groups: Any) -> str | tuple[str, ...]:

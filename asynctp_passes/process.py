@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-from asynctp_passes import compat
 from asynctp_passes.backend import AsyncTPPass, compile_graph, own_passes, runs_passes, with_passes
 from asynctp_passes.config import Config, ConfigError
+from asynctp_passes.torch_private import dynamo, inductor_compile
 
 __all__ = ["Enabled", "disable", "enable"]
 
@@ -87,7 +87,7 @@ def enable(config: Config | None = None) -> Enabled:
                 f"asynctp: enable() is not valid where torch._inductor.config has {type(present[0]).__name__} already; "
                 "take that out, or leave enable() out"
             )
-        end = compat.route_inductor(
+        end = inductor_compile.route_inductor(
             lambda gm, inputs, patches, further: compile_graph(gm, inputs, config, patches, further),
             lambda patches: with_passes(patches, AsyncTPPass(config)),
             _leave_alone,
@@ -113,6 +113,6 @@ def _leave_alone(patches: dict[str, object]) -> bool:
         return False
     log.warning(
         "asynctp: %s is left alone: mode='lite', or use_post_grad_passes=False, has Inductor run no passes",
-        compat.compile_name(),
+        dynamo.compile_name(),
     )
     return True

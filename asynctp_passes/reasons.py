@@ -8,11 +8,11 @@ table.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["CATALOGUE", "Outcome", "Reason", "Refusal", "catalogue_markdown"]
+__all__ = ["CATALOGUE", "Outcome", "Reason", "Refusal"]
 
 Outcome = Literal["FUSED", "OVERLAPPED", "ACCELERATED", "BUCKETED", "ERASED", "REMATERIALIZED", "SKIPPED", "MISSED"]
 """The outcome of a collective.
@@ -36,6 +36,11 @@ class Reason:
         text: What is the case, in one sentence.
         hint: What to do about it.
         hint_of_reduction: The same for a matmul whose result is reduced, where `hint` is for a gather alone.
+        rank: Of several near misses of a gather, the one of the lowest rank is told.
+        needs_whole_gather: The matmul can begin with no part of the gather, which may run beside other matmuls.
+        serves_others: A fused op of the same gather returns the gathered tensor to such a matmul.
+        no_matmul_takes_it: A reduce-scatter of this reason may run beside matmuls: none can take it in.
+        may_be_cut_off: The matmul may be in another graph.
     """
 
     code: str
@@ -44,6 +49,11 @@ class Reason:
     text: str
     hint: str
     hint_of_reduction: str = ""
+    rank: int = 1
+    needs_whole_gather: bool = False
+    serves_others: bool = False
+    no_matmul_takes_it: bool = False
+    may_be_cut_off: bool = False
 
     def hint_for(self, kind: str) -> str:
         """The hint for a collective of this kind, as `"all_gather"` or `"reduce_scatter"`."""
@@ -75,18 +85,15 @@ class Refusal:
 CATALOGUE: dict[str, Reason] = {}
 
 
-def _reason(code: str, name: str, text: str, hint: str, outcome: Outcome, hint_of_reduction: str = "") -> Reason:
-    reason = Reason(code, name, outcome, text, hint, hint_of_reduction)
-    CATALOGUE[name] = reason
+def _reason(
+    outcome: Outcome, code: str, name: str, text: str, hint: str, hint_of_reduction: str = "", **facts: Any
+) -> Reason:
+    reason = CATALOGUE[name] = Reason(code, name, outcome, text, hint, hint_of_reduction, **facts)
     return reason
 
 
-def _skip(code: str, name: str, text: str, hint: str) -> Reason:
-    return _reason(code, name, text, hint, "SKIPPED")
-
-
-def _miss(code: str, name: str, text: str, hint: str, hint_of_reduction: str = "") -> Reason:
-    return _reason(code, name, text, hint, "MISSED", hint_of_reduction)
+_skip = functools.partial(_reason, "SKIPPED")
+_miss = functools.partial(_reason, "MISSED")
 
 
 # --- 0xx scope: not ours to fuse -------------------------------------------------------------------
@@ -100,15 +107,18 @@ NO_MATMUL = _skip(
     "ATP002",
     "NO_MATMUL",
     "no matmul of this graph takes what is gathered, or makes what is reduced",
-    "nothing to do: there is no matmul to overlap it with",
+    "nothing to do",
+    rank=7,
+    no_matmul_takes_it=True,
+    may_be_cut_off=True,
 )
 WEIGHT_GATHER = _skip(
     "ATP003",
     "WEIGHT_GATHER",
     "the gathered tensor is a matmul's right-hand operand, a vector, or an input of the graph whose rows are looked "
-    "up. Its group has no tensor-parallel chain in this graph, or is of a mesh dimension named for data parallelism",
-    "nothing to do for a gather of parameters, as FSDP's, or of context parallelism's keys and values. Otherwise name "
-    "the group in Config(groups=...)",
+    "up. Its group has no tensor-parallel chain in this graph, or is named for data parallelism",
+    "nothing to do for parameters, as FSDP's, or context parallelism's keys and values; otherwise name the group in "
+    "Config(groups=...)",
 )
 SINGLE_RANK = _skip(
     "ATP004",
@@ -127,7 +137,7 @@ OTHER_COLLECTIVE = _skip(
     "ATP006",
     "OTHER_COLLECTIVE",
     "this collective is neither an all-gather, a reduce-scatter nor an all-reduce",
-    "nothing to do: asynctp fuses all-gathers, reduce-scatters and all-reduces",
+    "nothing to do",
 )
 
 GATHERED_SCALE = _skip(
@@ -135,8 +145,9 @@ GATHERED_SCALE = _skip(
     "GATHERED_SCALE",
     "the gathered tensor is a matmul's bias. Or it only scales a matmul or its result, and does not travel with the "
     "data that it scales",
-    "nothing to do for a bias. To let scales travel with the data, gather them over the same group and use them for "
-    "that matmul only. Give them one fp32 number for each row, in the order of the data's",
+    "nothing to do for a bias. To let scales travel with the data, gather them over the same group, for that matmul "
+    "only. Give them one fp32 number for each row, in the data's order",
+    rank=4,
 )
 NO_ELEMENTS = _skip(
     "ATP008",
@@ -148,9 +159,9 @@ WEIGHT_GRADIENT = _skip(
     "ATP009",
     "WEIGHT_GRADIENT",
     "the reduced tensor is a weight's gradient: a matmul that contracts over rows made it, or it is a vector. Its "
-    "group has no tensor-parallel chain in this graph, or is of a mesh dimension named for data parallelism",
-    "nothing to do for a reduction of gradients, as FSDP's or DDP's: nothing waits for it, and it is best bucketed "
-    "with others. Otherwise name the group in Config(groups=...)",
+    "group has no tensor-parallel chain in this graph, or is named for data parallelism",
+    "nothing to do for gradients, as FSDP's or DDP's, which are best bucketed; otherwise name the group in "
+    "Config(groups=...)",
 )
 RESULT_UNUSED = _skip(
     "ATP010",
@@ -162,33 +173,38 @@ DATA_PARALLEL_GROUP = _skip(
     "ATP011",
     "DATA_PARALLEL_GROUP",
     "the process group is of a mesh dimension named for data parallelism (dp, ddp, fsdp, hsdp, data, replicate)",
-    "nothing to do if weights or their gradients are communicated here. Otherwise name the group in "
-    "Config(groups=...), or give the mesh dimension a name that says what it does",
+    "nothing to do for weights and their gradients. Otherwise name the group in Config(groups=...), or give the mesh "
+    "dimension another name",
 )
 PRODUCT_GATHERED = _skip(
     "ATP012",
     "PRODUCT_GATHERED",
     "the gathered tensor comes from a matmul, and no matmul takes it: a gather overlaps with a matmul that follows it",
-    "leave the matmul's result sharded where the next op can work on the shard, as loss_parallel does, or a sampler of "
-    "the shard. Or gather no more rows than are used, as the last token of each sequence. There is nothing to do for "
-    "context parallelism's keys and values",
+    "leave the matmul's result sharded where the next op can work on the shard, as loss_parallel does. Or gather only "
+    "the rows that are used, as the last token of each sequence. Nothing to do for context parallelism's keys and "
+    "values",
+    rank=5,
 )
 OUTSIDE_GRAPH = _skip(
     "ATP013",
     "OUTSIDE_GRAPH",
     "the op that takes the gathered tensor, or makes the reduced one, is not in this graph",
-    "if it is a matmul, bring both into one graph. Hooks of the compiled module itself are in other graphs: compile a "
-    "module around it, or set torch._dynamo.config.wrap_top_frame. TORCH_LOGS=graph_breaks shows where graphs break. A "
-    "nested_compile_region, or the branches of a torch.cond, must hold the collective too",
+    "if it is a matmul, bring both into one graph: TORCH_LOGS=graph_breaks shows where graphs break. Hooks of the "
+    "compiled module itself are in other graphs: compile a module around it, or set "
+    "torch._dynamo.config.wrap_top_frame. A nested_compile_region, or the branches of a torch.cond, must hold the "
+    "collective too",
+    rank=6,
+    no_matmul_takes_it=True,
+    may_be_cut_off=True,
 )
 
 RESULT_DROPPED = _reason(
+    "ERASED",
     "ATP014",
     "RESULT_DROPPED",
-    "nothing uses the result. Torch's partitioner splits a training step in two, and left the collective in this half "
-    "without a user. It is erased, with the ops that compute for it alone",
+    "nothing uses the result in this half of a training step, into which torch's partitioner put it. It is erased, "
+    "with the ops that compute for it alone",
     "nothing to do",
-    "ERASED",
 )
 
 ALL_TO_ALL = _skip(
@@ -210,8 +226,7 @@ PIECES_REPEATED = _miss(
     "ATP102",
     "PIECES_REPEATED",
     "a piece of the gathered or scattered tensor is used more than once",
-    "use every rank's piece exactly once; expand or repeat the matmul's result instead",
-    "give the collective every piece exactly once; expand or repeat its result instead",
+    "use every rank's piece exactly once; expand or repeat what comes after both, the matmul and the collective",
 )
 PIECES_MISSING = _miss(
     "ATP103",
@@ -224,9 +239,8 @@ VIEW_NOT_UNDERSTOOD = _miss(
     "ATP104",
     "VIEW_NOT_UNDERSTOOD",
     "a view between the collective and the matmul cannot be followed as an index map",
-    "write it with reshape, permute, split/chunk, slice and cat, or move it after the matmul. There is nothing to do "
-    "for rows that are regrouped of elements of several ranks",
-    "write it with reshape, permute, split/chunk, slice and cat, or move it after the collective, or before the matmul",
+    "write it with reshape, permute, split/chunk, slice and cat, or move it before or after both, the matmul and the "
+    "collective. Nothing to do for rows that are regrouped of elements of several ranks",
 )
 COMPUTED_BETWEEN = _miss(
     "ATP105",
@@ -240,13 +254,13 @@ QUANTIZED_AFTER_GATHER = _miss(
     "QUANTIZED_AFTER_GATHER",
     "the gathered tensor is quantized to fp8 or int8 before the matmul, in a way that cannot be moved to the shard",
     "quantize with pointwise operations and an amax of each row, which are moved; or gather the quantized shard",
+    rank=0,
 )
 NOT_ROWS_OR_CONTRACTION = _miss(
     "ATP107",
     "NOT_ROWS_OR_CONTRACTION",
     "the rank dimension does not end as a block of the matmul's rows (or leads its contraction or output columns)",
-    "gather along a dimension that is not interleaved with the contraction dimension",
-    "scatter along a dimension that is not interleaved with the matmul's output columns",
+    "gather or scatter along a dimension that is not interleaved with the contraction, or with the output columns",
 )
 SIZES_NOT_PROVEN = _miss(
     "ATP108",
@@ -259,16 +273,18 @@ GATHER_IS_RIGHT_OPERAND = _miss(
     "ATP109",
     "GATHER_IS_RIGHT_OPERAND",
     "the gathered tensor is used only as a matmul's right-hand operand, and no other matmul can run meanwhile",
-    "let the matmul share its gather with another one that has the gathered tensor on the left. Or give the compiled "
-    "region more of the program, so that there are matmuls to run meanwhile",
+    "let the matmul share its gather with another one that has the gathered tensor on the left. Or compile more of "
+    "the program, so that there are matmuls to run meanwhile",
+    rank=3,
+    needs_whole_gather=True,
+    serves_others=True,
 )
 SUM_HAS_OTHER_TERM = _miss(
     "ATP110",
     "SUM_HAS_OTHER_TERM",
     "the reduced sum has a scaled addition, or a term of another shape or layout: a row, a number, a transposed tensor",
-    "is the term the same on all ranks? Then add it to the collective's result: the shard of a reduce-scatter, or the "
-    "whole of an all-reduce. Expand any other term to the shape of the matmul's result, and transpose the collective's "
-    "result instead of the matmul's. Scale an operand of the matmul instead of its result",
+    "add a term that is the same on all ranks to the collective's result. Expand any other term to the shape of the "
+    "matmul's result, and transpose the collective's result instead. Scale an operand of the matmul, not its result",
 )
 SUM_TERMS_DISAGREE = _miss(
     "ATP111",
@@ -282,15 +298,14 @@ COLLECTIVE_NOT_UNDERSTOOD = _miss(
     "COLLECTIVE_NOT_UNDERSTOOD",
     "asynctp does not know this collective, or cannot use it. It writes in place, its list of results is used whole, "
     "or its result or group is not as registered",
-    "use a functional form and take its results one by one. torch.compile makes collectives of torch.distributed "
-    "functional; those of DTensor and torch.distributed._functional_collectives are so already. Describe a custom op "
-    "with asynctp_passes.register_collective",
+    "use a functional collective, as torch.compile and DTensor do, and take its results one by one. Describe a custom "
+    "op with asynctp_passes.register_collective",
 )
 UNEVEN_SHARDS = _miss(
     "ATP114",
     "UNEVEN_SHARDS",
-    "what is gathered or scattered is padded until the ranks divide it. The padding is neither rows that a slice cuts "
-    "off before the matmul, nor rows of zeros that come last before a reduce-scatter",
+    "the shards are uneven. Their padding is neither rows that a slice cuts off before the matmul, nor rows of zeros "
+    "that come last before a reduce-scatter",
     "cut the padding off the matmul's result. Give a contraction a size that the ranks divide",
     "pad the matmul's result by rows of zeros at its end, after all that is added to it. Then reduce-scatter its rows. "
     "Pad another dimension after the collective",
@@ -299,24 +314,22 @@ MATMUL_NOT_UNDERSTOOD = _miss(
     "ATP115",
     "MATMUL_NOT_UNDERSTOOD",
     "the matmul is of a form that asynctp does not rewrite (a weight for each batch, grouped, an op it does not know)",
-    "write a layer with torch.nn.functional.linear or scaled_mm and one weight. Describe a custom op with "
-    "asynctp_passes.register_matmul. Freeze without packing: set torch._inductor.config.cpp.weight_prepack = "
-    "False before the first compile that freezes. For attention's own matmuls there is nothing to do",
+    "use torch.nn.functional.linear or scaled_mm with one weight. Describe a custom op with "
+    "asynctp_passes.register_matmul. Freeze without packing: set torch._inductor.config.cpp.weight_prepack = False "
+    "before the first compile that freezes. Nothing to do for attention's own matmuls",
 )
 MATMUL_PADDED = _miss(
     "ATP116",
     "MATMUL_PADDED",
     "Inductor pads the matmul's operands to a multiple of the alignment and cuts its result",
-    'leave Inductor\'s shape_padding off, as backend="asynctp" does unless its options say otherwise: the fused ops '
-    "take any size",
+    'leave Inductor\'s shape_padding off, as backend="asynctp" does by default: the fused ops take any size',
 )
 
 MIXES_RANKS = _miss(
     "ATP117",
     "MIXES_RANKS",
-    "an operation between the all-gather and the matmul mixes rows of different ranks, so that no rank can compute its "
-    "part alone",
-    "normalize and quantize by rows, or by the largest element of all; all-reduce another number that is for all rows "
+    "an operation between the all-gather and the matmul mixes rows of different ranks",
+    "normalize and quantize by rows, or by the largest element of all. All-reduce any other number for all rows "
     "before the gather",
 )
 ROWS_CONTRACTED = _miss(
@@ -324,16 +337,18 @@ ROWS_CONTRACTED = _miss(
     "ROWS_CONTRACTED",
     "the gathered tensor only feeds matmuls that contract over its rows (weight gradients), and no other matmul can "
     "run meanwhile",
-    "let the matmul share its gather with the input gradient's. Or give the compiled region more of the program, so "
-    "that there are matmuls to run meanwhile",
+    "let the matmul share its gather with the input gradient's. Or compile more of the program, so that there are "
+    "matmuls to run meanwhile",
+    rank=2,
+    needs_whole_gather=True,
+    serves_others=True,
 )
 MATMUL_IN_ANOTHER_GRAPH = _miss(
     "ATP120",
     "MATMUL_IN_ANOTHER_GRAPH",
-    "the collective and its matmul are compiled in two graphs, so that no op can be both",
-    "bring both into one graph. Remove the graph break between them (TORCH_LOGS=graph_breaks has each with its place), "
-    "or compile a module that holds both. A nested_compile_region, or the branches of a torch.cond, must hold both or "
-    "neither",
+    "the collective and its matmul are compiled in two graphs",
+    "bring both into one graph: remove the graph break between them, which TORCH_LOGS=graph_breaks shows, or compile "
+    "a module that holds both. A nested_compile_region, or the branches of a torch.cond, must hold both or neither",
 )
 
 # --- 2xx legality: the shape is right, but the rewrite would change the program ----------------------------
@@ -367,13 +382,13 @@ ADDMM_SCALED = _miss(
     "addmm has alpha or beta different from 1, or a bias that is neither one row nor as large as the result",
     "scale the weight, the bias or the result itself. Pass the bias as a vector of the output width, or add it to the "
     "matmul's result",
+    serves_others=True,
 )
 RESULT_SCALED = _miss(
     "ATP206",
     "RESULT_SCALED",
     "the scaled matmul has a result scale",
-    "leave scale_result unset and scale the matmul's result",
-    "leave scale_result unset and scale the collective's result",
+    "leave scale_result unset, and scale what comes after both, the matmul and the collective",
 )
 SHAPE_UNKNOWN = _miss(
     "ATP207",
@@ -391,8 +406,8 @@ MAY_DIFFER_BY_RANK = _miss(
 OPERAND_COMMUNICATED_LATER = _miss(
     "ATP210",
     "OPERAND_COMMUNICATED_LATER",
-    "the matmul's other operand, scale or bias depends on a collective that comes after the all-gather. The fused op "
-    "stands where the all-gather stands, since ranks share nothing but the order of their collectives",
+    "the matmul's other operand, scale or bias depends on a collective that comes after the all-gather, in whose "
+    "place the fused op stands",
     "run the other collective before the all-gather",
 )
 OPAQUE_OP_BETWEEN = _miss(
@@ -412,16 +427,17 @@ RANDOM_BETWEEN = _miss(
 SENT_REARRANGED = _miss(
     "ATP211",
     "SENT_REARRANGED",
-    "elements change their places between the collective and the matmul, not only by whole rows of the matmul. Ranks "
-    "would send them in another order than the collective does, and may differ in that order",
-    "gather the operand in the order in which the matmul has it, without a transposition in between",
-    "let the collective take the matmul's result in its own order, and transpose the collective's result",
+    "elements change their places between the collective and the matmul, not only by whole rows. Ranks would send "
+    "them in another order than the collective does",
+    "gather the operand as the matmul takes it, not transposed",
+    "reduce the matmul's result as it is, and transpose the collective's result",
+    needs_whole_gather=True,
 )
 RANKS_DIFFER = _miss(
     "ATP212",
     "RANKS_DIFFER",
-    "ranks would send other bytes than the program's collective does. A rank of the group does not compute these bytes "
-    "alike, deviate=False forbids it, or nothing compares such calls on GPUs. The collective stays as it is, fused in "
+    "ranks would send other bytes than the program's collective does. A rank does not compute these alike, "
+    "deviate=False forbids it, or nothing compares such calls on GPUs. The collective stays as it is, fused in "
     "another way or not at all",
     "let every rank compute the same from the communicated tensor, with the same asynctp, torch and options. If one "
     "rank looks at a tensor, let all take a copy. ASYNCTP_AGREE_S is how long ranks wait for one another. Or let the "
@@ -445,9 +461,8 @@ DEVICE_UNSUPPORTED = _miss(
 SCALES_UNSUPPORTED = _miss(
     "ATP303",
     "SCALES_UNSUPPORTED",
-    "the scales are not tensorwise, rowwise, or of blocks of 1x128 and 128x128. Tensorwise is one number, rowwise one "
-    "for each row of A and each column of B",
-    "use a tensorwise, rowwise or such a blockwise recipe; MX, NVFP4 and swizzled scales are not fused",
+    "the scales are neither tensorwise (one number), rowwise, nor of blocks of 1x128 and 128x128",
+    "use such a recipe; MX, NVFP4 and swizzled scales are not fused",
 )
 CONTRACTION_TOO_LARGE = _miss(
     "ATP304",
@@ -455,12 +470,14 @@ CONTRACTION_TOO_LARGE = _miss(
     "more is gathered along the contraction dimension than the one implementation for it takes (64 MiB), and every "
     "matmul needs all of it",
     "shard activations over rows (the sequence) instead of the contraction dimension",
+    needs_whole_gather=True,
 )
 COLUMNS_TOO_LARGE = _miss(
     "ATP305",
     "COLUMNS_TOO_LARGE",
     "more is scattered by columns than the one implementation for it takes (64 MiB)",
     "scatter the result over rows (the sequence) instead of its last dimension",
+    no_matmul_takes_it=True,
 )
 
 SCALES_BLOCKWISE = _miss(
@@ -485,92 +502,54 @@ MATMUL_TAKEN = _skip(
     "MATMUL_TAKEN",
     "the matmul is already fused with the all-gather of its left operand",
     "nothing to do: one matmul can overlap one collective, and here it overlaps the all-gather",
+    no_matmul_takes_it=True,
 )
 MOVES_MORE = _skip(
     "ATP403",
     "MOVES_MORE",
-    "computing on the shard would move more bytes than it overlaps. The matmul's operand has more bytes than the "
-    "gathered tensor, or would be gathered on top of it, for its other users. Or a statistic over all ranks' rows "
-    "would take one more collective, to save few bytes",
+    "computing on the shard would move more bytes than it overlaps. The matmul's operand is larger than the gathered "
+    "tensor, others use that too, or a statistic over all rows takes another collective",
     "nothing to do. If the other users can work with the matmul's operand, compute that before the gather",
 )
-TAKEN_IN_PARTS = _reason(
+TAKEN_IN_PARTS = _skip(
     "ATP406",
     "TAKEN_IN_PARTS",
     "matmuls take parts of the gathered tensor, or make parts of the reduced one, which together are all of it. "
-    "So do two weights for two kinds of tokens, and a head that works in chunks. A fused op would multiply all rows "
-    "with each weight, or make the result of all chunks at once",
+    "Examples are two weights for two kinds of tokens, and a head in chunks. A fused op would multiply all rows with "
+    "each weight, or make all chunks at once",
     "nothing to do where weights differ, or chunks save memory. Otherwise multiply all rows, and divide the result",
-    "SKIPPED",
     "nothing to do where weights differ, or chunks save memory. Otherwise join the operands, and multiply them",
 )
 
 BEHIND_PRODUCTS = _reason(
+    "OVERLAPPED",
     "ATP404",
     "BEHIND_PRODUCTS",
-    "no matmul can begin with a part of the gathered tensor. One needs all of it, as a weight's gradient does, or as "
-    "its right operand; or no matmul takes it. The gather runs whole beside other matmuls instead, by "
-    "asynctp::all_gather, which starts before them and ends after them",
+    "no matmul can begin with a part of the gathered tensor. One needs all of it, as a weight's gradient or a right "
+    "operand does, or none takes it. The gather runs whole beside other matmuls, by asynctp::all_gather",
     "nothing to do",
-    "OVERLAPPED",
 )
 SCATTER_BEHIND_PRODUCTS = _reason(
+    "OVERLAPPED",
     "ATP405",
     "SCATTER_BEHIND_PRODUCTS",
     "no matmul can take this reduce-scatter in. It runs whole beside matmuls that do not need it, by "
-    "asynctp::reduce_scatter, which starts before them and ends after them",
+    "asynctp::reduce_scatter",
     "nothing to do",
-    "OVERLAPPED",
+)
+
+STEP_SKIPPED = _skip(
+    "ATP407",
+    "STEP_SKIPPED",
+    "the options leave out the step that would fuse this collective, or run it beside matmuls",
+    "take the step's name out of Config(skip=...), or out of ASYNCTP_SKIP",
 )
 
 # --- 9xx internal --------------------------------------------------------------------------------------
 INTERNAL_ERROR = _miss(
     "ATP901",
     "INTERNAL_ERROR",
-    "asynctp failed on this graph in a way that nobody foresaw; the graph is as it was before, and runs without it",
-    "this is a bug of asynctp. Run the program again with TORCH_TRACE=FOLDER in the environment. Report the logged "
-    "error together with that folder, which holds the graphs: shapes and lines of your program, no values",
+    "asynctp failed on this graph in a way that nobody foresaw; it runs as it was",
+    "this is a bug of asynctp. Run the program again with TORCH_TRACE=FOLDER in the environment, and report the "
+    "logged error with that folder. It holds the graphs: shapes and lines of your program, no values",
 )
-
-
-def catalogue_markdown(introduction: str, programs: Mapping[str, str]) -> str:
-    """The reference page of all reasons, as Markdown (`docs/reference/reasons.md`).
-
-    Args:
-        introduction: Says how the programs are to be read.
-        programs: For each code that is MISSED, the Markdown that follows its remedy.
-    """
-    families = {
-        "0": "Scope",
-        "1": "Structure",
-        "2": "Legality",
-        "3": "Kernel limits",
-        "4": "Cost",
-        "9": "Internal",
-    }
-    lines = [
-        "# Reasons",
-        "",
-        "Every [chain](../glossary.md) that is not fused carries one of these codes.",
-        "",
-        "| Outcome | Meaning | Logged | Raises |",
-        "|---|---|---|---|",
-        "| SKIPPED | out of scope, or not worth fusing | as info | never |",
-        "| MISSED | in scope, and could not be fused | as a warning "
-        '| under `strict="all"`; under `strict="zero"` when nothing in the graph was fused |',
-        "| [others](report.md#outcomes) | something else is done, which the remark names | as info | never |",
-        "",
-        introduction,
-        "",
-        "This page is written by `asynctp reasons --markdown`.",
-    ]
-    family = ""
-    for reason in sorted(CATALOGUE.values(), key=lambda entry: entry.code):
-        if reason.code[3] != family:
-            family = reason.code[3]
-            lines += ["", f"## {family}xx {families[family]}"]
-        lines += ["", f"### {reason.code} {reason.name}", "", f"{reason.outcome}: {reason.text}."]
-        for title, hint in reason.remedies().items():
-            lines += ["", f"{title.capitalize()}: {hint}."]
-        lines += ["", programs[reason.code]] if reason.code in programs else []
-    return "\n".join(lines) + "\n"

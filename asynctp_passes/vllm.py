@@ -22,11 +22,11 @@ from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 
-from asynctp_passes import compat
 from asynctp_passes.backend import AsyncTPPass, RematerializePass
 from asynctp_passes.errors import StrictError
 from asynctp_passes.ir.nodes import called_name
 from asynctp_passes.ir.registry import register_collective, register_matmul
+from asynctp_passes.torch_private import dynamo, inductor_options, process_groups
 
 __all__ = ["asynctp", "asynctp_joint", "register_ops"]
 
@@ -63,9 +63,9 @@ def register_ops() -> Mapping[str, str]:
 
 def _groups() -> dict[str, str]:
     """torch's names of vLLM's live groups, by vLLM's."""
-    known = compat.process_group_names()
+    known = process_groups.names()
     live = {name: found for name, group in parallel_state._groups.items() if (found := group()) is not None}
-    names = {name: compat.group_name_of(group.device_group) for name, group in live.items()}
+    names = {name: process_groups.group_name_of(group.device_group) for name, group in live.items()}
     return {name: given for name, given in names.items() if given in known}
 
 
@@ -120,7 +120,7 @@ class _Joint(_Pass):
             AsyncTPError: As `RematerializePass` raises it.
         """
         register_ops()
-        if compat.inductor_option("shape_padding"):
+        if inductor_options.current("shape_padding"):
             _warn_of_padding()
         self._ours(graph)
 
@@ -147,7 +147,7 @@ def _taken(graph: fx.Graph) -> str:
     count = sum(called_name(node).removeprefix("vllm.").startswith(_TAKEN) for node in graph.nodes)
     if not count:
         return ""
-    place = f"{compat.compile_name()}{_tokens()}"
+    place = f"{dynamo.compile_name()}{_tokens()}"
     return (
         f"asynctp: vLLM's fuse_allreduce_rms took {count} all-reduces of {place} before asynctp. Remedy: "
         '"pass_config": {"fuse_allreduce_rms": false}; or ASYNCTP_STRICT=off, which leaves these batches to vLLM'

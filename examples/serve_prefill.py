@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import asynctp_passes
-from asynctp_passes import compat
 from asynctp_passes.tools.demo.model import PRESETS, ModelSizes, Transformer
 from asynctp_passes.tools.demo.recipe import (
     BACKENDS,
@@ -48,6 +47,7 @@ from asynctp_passes.tools.demo.recipe import (
 )
 from asynctp_passes.tools.demo.train import TEXT
 from asynctp_passes.tools.progress import Steps
+from asynctp_passes.torch_private import inductor_compile
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -271,7 +271,7 @@ def run(options: argparse.Namespace, sizes: ModelSizes, here: Place) -> dict[str
         "decode_ms": percentiles(times.decode) if times.decode else None,
         "fused": sum(len(report.fused) for report in asynctp_passes.reports()),
         "missed": sum(len(report.missed) for report in asynctp_passes.reports()),
-        "cuda_graph_skips": compat.cudagraph_skips() if options.cuda_graphs == "decode" else None,
+        "cuda_graph_skips": inductor_compile.cudagraph_skips() if options.cuda_graphs == "decode" else None,
         "check": checked,
         "answers": [bytes(row).decode("latin-1") for row in times.answers[0].tolist()],
     }

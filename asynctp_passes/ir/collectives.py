@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import arguments, called_name, called_op, first_tensor, items_of, op_name, tensor_of
 from asynctp_passes.ir.registry import (
@@ -26,6 +25,7 @@ from asynctp_passes.ir.registry import (
     surely_communicates,
 )
 from asynctp_passes.ir.sizes import Sizes, identical
+from asynctp_passes.torch_private import process_groups, symbolic_sizes
 
 __all__ = [
     "WAIT",
@@ -82,7 +82,7 @@ def _is_collective(node: fx.Node) -> bool:
 def _is_group(argument: tuple[str, Any]) -> bool:
     """True for a process group, for the name of one, and for a text that the schema calls so, as torch's own do."""
     name, value = argument
-    return compat.is_process_group(value) or (isinstance(value, str) and name in ("group", "group_name"))
+    return process_groups.is_process_group(value) or (isinstance(value, str) and name in ("group", "group_name"))
 
 
 def _members(call: fx.Node, op: CollectiveOp) -> list[Collective | None]:
@@ -139,7 +139,7 @@ def _member(
     size = values[op.size] if isinstance(op.size, str) else op.size
     if not (isinstance(dim, int) and isinstance(size, int | None)) or unknown_group(call or node) is not None:
         return None
-    if value is not None and not compat.is_contiguous(value) and op.kind != "all_reduce":
+    if value is not None and not symbolic_sizes.is_contiguous(value) and op.kind != "all_reduce":
         return None
     if dim and (value is None or not -value.dim() <= dim < value.dim()):
         return None
@@ -157,7 +157,7 @@ def _member(
         reduce_op=values.get(op.reduce_op, op.reduce_op),
         dim=dim % value.dim() if dim and value is not None else 0,
         call=call,
-        mesh_dim=compat.mesh_dimension_of(group.meta.get("val") if isinstance(group, fx.Node) else group),
+        mesh_dim=process_groups.mesh_dimension_of(group.meta.get("val") if isinstance(group, fx.Node) else group),
     )
 
 
@@ -167,7 +167,7 @@ def unknown_group(call: fx.Node) -> str | None:
     group = None if op is None else arguments(call).get(op.group)
     if op is None or not isinstance(group, str):
         return None
-    known = compat.process_group_names()
+    known = process_groups.names()
     return group if known and dict(op.groups).get(group, group) not in known else None
 
 
@@ -204,10 +204,10 @@ def _waits(node: fx.Node) -> Iterator[fx.Node]:
 
 def _group_key(group: Any) -> str:
     if isinstance(group, fx.Node):
-        return compat.group_name_of(group.meta.get("val")) or f"%{group.name}"
-    return compat.group_name_of(group)
+        return process_groups.group_name_of(group.meta.get("val")) or f"%{group.name}"
+    return process_groups.group_name_of(group)
 
 
 def _group_size(group: Any) -> int:
     """Ranks of a group that exists; 0 for another one."""
-    return compat.size_of_group(group.meta.get("val") if isinstance(group, fx.Node) else group)
+    return process_groups.size_of_group(group.meta.get("val") if isinstance(group, fx.Node) else group)

@@ -13,19 +13,15 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.matmuls import contracts_rows, feeds_left_operand, is_matmul
 from asynctp_passes.ir.nodes import describe, module_of, nodes_in, source_of, subgraphs_of, tensor_of, traits_of
-from asynctp_passes.ir.op_traits import WHOLE, View
 from asynctp_passes.ir.records import Crossing
 from asynctp_passes.ir.sizes import as_size, product, same
 from asynctp_passes.ir.traversal import reachable
+from asynctp_passes.torch_private import partitioner
 
 __all__ = ["crossings_of", "multiplied_by", "product_of"]
-
-_VIEWS = WHOLE | {View.SPLIT, View.UNBIND, View.ITEM, View.AWAIT_LIST}
-"""Views that a whole tensor may go through; what parts of it become is whole again where all of it arrives."""
 
 
 def crossings_of(graph: fx.Graph, unfused: Iterable[Collective]) -> tuple[Crossing, ...]:
@@ -38,14 +34,14 @@ def crossings_of(graph: fx.Graph, unfused: Iterable[Collective]) -> tuple[Crossi
     found, collectives = list[Crossing](), list(unfused)
     matmuls = [node for node in graph.nodes if is_matmul(node)]
     makers = [node for node in matmuls if not contracts_rows(node)]
-    for index, node in compat.program_outputs(graph).items():
+    for index, node in partitioner.program_outputs(graph).items():
         made_of = _from(node)
         for gather in (one for one in collectives if one.kind == "all_gather"):
             if made_of.intersection(gather.results) and _as_large(node, gather.node):
                 found.append(_of_collective(True, index, gather, gather.node))
         if maker := next((one for one in makers if one in made_of and _as_large(node, one)), None):
             found.append(_of_matmul(True, index, maker, maker))
-    for node, index in compat.program_inputs(graph).items():
+    for node, index in partitioner.program_inputs(graph).items():
         becomes = _into(node)
         if taker := next((one for one in matmuls if _multiplies(one, becomes)), None):
             found.append(_of_matmul(False, index, taker, node))
@@ -88,7 +84,8 @@ def _into(node: fx.Node) -> set[fx.Node]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    return traits_of(node).view in _VIEWS
+    """True for a view that a whole tensor may go through: where all of its pieces arrive, it is whole again."""
+    return traits_of(node).is_whole_or_piece
 
 
 def _multiplies(matmul: fx.Node, operands: set[fx.Node]) -> bool:

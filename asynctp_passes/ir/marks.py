@@ -1,4 +1,4 @@
-"""Notes in the `meta` of nodes, from the joint graph of a forward and its backward on to the graphs of both."""
+"""Notes in the `meta` of nodes, by which the joint graph of a forward and its backward, and its halves, are one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from torch import fx
 from asynctp_passes.ir.order import communications
 from asynctp_passes.ir.records import Question
 
-__all__ = ["joint_questions", "note_joint"]
+__all__ = ["CANDIDATE", "REMATERIALIZED", "joint_questions", "note_joint"]
+
+CANDIDATE = "asynctp_candidate"
+"""On a gather of the forward that is worth being made again: its place among those of its group."""
+
+REMATERIALIZED = "asynctp_rematerialized"
+"""On a gather of a backward that was one of the forward: the bytes gathered, 0 where symbolic."""
 
 _JOINT = "asynctp_joint"
 

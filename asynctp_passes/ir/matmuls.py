@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Matmul
 from asynctp_passes.ir.nodes import (
     arguments,
@@ -31,6 +31,7 @@ from asynctp_passes.ir.registry import ADDMM, MatmulOp, can_promise, matmul_op, 
 from asynctp_passes.ir.scales import read_scales
 from asynctp_passes.ir.sizes import Size, are_one, as_size, differ, identical, product, same
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import fx_graphs, symbolic_sizes, torch_ops
 
 __all__ = [
     "added_matrix",
@@ -82,7 +83,7 @@ def is_matmul(node: fx.Node) -> bool:
     """True for every op that multiplies matrices, or by its shapes may, whether asynctp rewrites it or not."""
     name = called_name(node)
     known = matmul_op(name) is not None or multiplies(name)
-    return known or _shaped_as_operands(node) is not None or any(map(is_matmul, compat.nodes_hidden_by(node)))
+    return known or _shaped_as_operands(node) is not None or any(map(is_matmul, fx_graphs.nodes_hidden_by(node)))
 
 
 def _shaped_as_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -123,7 +124,7 @@ def operands_that_are(matmul: fx.Node, nodes: Container[fx.Node]) -> set[str]:
     if op is None and (shaped := _shaped_as_operands(matmul)) is not None:
         roles = dict.fromkeys(sources, "other") | {shaped[1]: "right", shaped[0]: "left"}
     elif op is None:
-        left = sources[:1] if compat.is_op(matmul.target) or compat.nodes_hidden_by(matmul) else sources
+        left = sources[:1] if torch_ops.is_op(matmul.target) or fx_graphs.nodes_hidden_by(matmul) else sources
         roles = {source: "left" if source in left else "right" for source in sources}
     else:
         values = arguments(matmul)
@@ -141,9 +142,9 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     name = called_name(node)
     op = matmul_op(name)
     if op is None:
-        hidden = " -> ".join(map(short_name, compat.nodes_hidden_by(node)))
+        hidden = " -> ".join(map(short_name, fx_graphs.nodes_hidden_by(node)))
         facts = f"{name} {node.name}" + (f", which Inductor put in the place of {hidden}" if hidden else "")
-        packed = ", ".join(one.name for one in compat.packed_constants(node))
+        packed = ", ".join(one.name for one in fx_graphs.packed_constants(node))
         facts += f", whose weight {packed} is packed: freezing did that" if packed else ""
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
     values, result = arguments(node), _result(node, op)
@@ -170,14 +171,14 @@ def _result(node: fx.Node, op: MatmulOp) -> fx.Node | Refusal:
     if op.out is None:
         return node
     name = f"{called_name(node)} {node.name}"
-    items = items_of(node, 2) if not compat.is_op(node.target) else None
+    items = items_of(node, 2) if not torch_ops.is_op(node.target) else None
     whole = {f"_{op.out}_base_index", f"_{op.out}_alias"}
     parts = {key for key in node.kwargs if key.startswith(f"_{op.out}_")} - whole
     bases = node.kwargs.get("_all_bases")
     if items is None or list(items) != [1] or parts or (isinstance(bases, list | tuple) and len(bases) != 1):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} writes in place, or into a part of a tensor")
     value = tensor_of(items[1])
-    if value is not None and not compat.is_contiguous(value):
+    if value is not None and not symbolic_sizes.is_contiguous(value):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name}: the result is not contiguous")
     return items[1]
 

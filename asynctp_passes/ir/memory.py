@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.collectives import awaited_item
 from asynctp_passes.ir.nodes import is_number, mutates, op_name, traits_of, written_by
+from asynctp_passes.torch_private import torch_ops
 
 __all__ = ["owners_of", "program_memory", "written_memory"]
 
@@ -31,11 +31,11 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     if op_name(node) == "getitem":
         if (awaited := awaited_item(node)) is not None:
             return awaited
-        whole = traits_of(source).view is not None or compat.may_alias(source)
-        return source if whole or not compat.is_op(source.target) else None
+        whole = traits_of(source).view is not None or torch_ops.may_alias(source)
+        return source if whole or not torch_ops.is_op(source.target) else None
     traits = traits_of(node)
     same = traits.view is not None and not traits.copies  # as a wait, whose schema does not say so
-    return source if same or compat.may_alias(node) else None
+    return source if same or torch_ops.may_alias(node) else None
 
 
 def program_memory(graph: fx.Graph, owners: dict[fx.Node, fx.Node], results: int | None = None) -> set[fx.Node]:

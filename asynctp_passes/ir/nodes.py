@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.op_traits import OpTraits, traits_named
+from asynctp_passes.torch_private import torch_ops
 
 __all__ = [
     "arguments",
@@ -72,7 +72,7 @@ def op_name(node: fx.Node) -> str:
     """`"aten.mm.default"` for a call of that overload, `"getitem"` for the builtin; empty for other nodes."""
     if node.op != "call_function":
         return ""
-    if (op := compat.overload_of(node.target)) is not None:
+    if (op := torch_ops.overload_of(node.target)) is not None:
         return name_of(op)
     return str(getattr(node.target, "__name__", node.target))
 
@@ -90,7 +90,7 @@ def traits_of(node: fx.Node) -> OpTraits:
 
 def called_op(node: fx.Node) -> Any:
     """The op that a node calls, also inside of `auto_functionalized`, which stands for an op that writes; or None."""
-    return compat.overload_of(node.args[0] if op_name(node) in _FUNCTIONALIZED and node.args else node.target)
+    return torch_ops.overload_of(node.args[0] if op_name(node) in _FUNCTIONALIZED and node.args else node.target)
 
 
 def called_name(node: fx.Node) -> str:
@@ -109,7 +109,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an op call by their schema names, defaults included."""
     if op_name(node) in _FUNCTIONALIZED:
         return dict(node.kwargs)
-    op = compat.overload_of(node.target)
+    op = torch_ops.overload_of(node.target)
     assert op is not None
     values: dict[str, Any] = {}
     for index, argument in enumerate(op._schema.arguments):
@@ -177,12 +177,12 @@ def value_of(node: object) -> torch.Tensor:
 
 def is_pointwise(node: fx.Node) -> bool:
     """True for an op that makes each element of its result from the elements at that place."""
-    return compat.is_op(node.target) and torch.Tag.pointwise in node.target.tags
+    return torch_ops.is_op(node.target) and torch.Tag.pointwise in node.target.tags
 
 
 def subgraphs_of(node: fx.Node) -> list[fx.Graph]:
     """The graphs that a higher-order op runs: of a region that is compiled once, of branches, of a loop's body."""
-    if node.op != "call_function" or compat.is_op(node.target):
+    if node.op != "call_function" or torch_ops.is_op(node.target):
         return []
     names = (source.target for source in node.all_input_nodes if source.op == "get_attr")
     modules = (getattr(node.graph.owning_module, str(name), None) for name in names)
@@ -197,8 +197,10 @@ def _does_inside(node: fx.Node, does: Callable[[fx.Node], bool]) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """True for an op that draws random numbers, or runs one that does: its place among such ops counts."""
-    ops = (node.target,) if compat.is_op(node.target) else node.args  # run_and_save_rng_state takes the op that it runs
-    drawn = any(compat.is_op(op) and torch.Tag.nondeterministic_seeded in op.tags for op in ops)
+    ops = (
+        (node.target,) if torch_ops.is_op(node.target) else node.args
+    )  # run_and_save_rng_state takes the op that it runs
+    drawn = any(torch_ops.is_op(op) and torch.Tag.nondeterministic_seeded in op.tags for op in ops)
     return drawn or _does_inside(node, is_random)
 
 
@@ -207,7 +209,7 @@ def mutates(node: fx.Node) -> bool:
     if node.op in ("call_module", "call_method"):
         return True
     target = node.target
-    if compat.is_op(target):
+    if torch_ops.is_op(target):
         return bool(target._schema.is_mutable) or name_of(target).startswith(_PROCESS_GROUPS)
     in_place = op_name(node).endswith("_mutation") or op_name(node) in _IN_PLACE_FUNCTIONS
     return in_place or _does_inside(node, mutates)
@@ -215,7 +217,7 @@ def mutates(node: fx.Node) -> bool:
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The tensors that an in-place operation changes; all that it takes, where its schema does not say."""
-    if not compat.is_op(node.target) or not node.target._schema.is_mutable:
+    if not torch_ops.is_op(node.target) or not node.target._schema.is_mutable:
         return node.all_input_nodes if mutates(node) else []
     values = arguments(node)
     written = [
@@ -291,8 +293,12 @@ def describe_tensor(value: torch.Tensor) -> str:
 
 
 def call_of(node: fx.Node) -> dict[str, Any]:
-    """An op's arguments by their schema names, fake tensors for nodes; without its group and accord."""
-    found = {name: value for name, value in arguments(node).items() if name not in ("group_name", "accord")}
+    """An op's arguments by their schema names, fake tensors for nodes; without its group, its accord and defaults."""
+    op = torch_ops.overload_of(node.target)
+    assert op is not None
+    defaults = {one.name: one.default_value for one in op._schema.arguments if one.has_default_value()}
+    given = {name: value for name, value in arguments(node).items() if value is not defaults.get(name, node)}
+    found = {name: value for name, value in given.items() if name not in ("group_name", "accord")}
     return {name: fx.map_arg(value, lambda source: source.meta["val"]) for name, value in found.items()}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["TRAITS", "UNKNOWN", "WHOLE", "OpTraits", "Reduction", "View", "traits_named"]
+__all__ = ["TRAITS", "UNKNOWN", "OpTraits", "Reduction", "View", "traits_named"]
 
 
 class View(enum.Enum):
@@ -41,9 +41,11 @@ class View(enum.Enum):
     OPAQUE = enum.auto()  # no index map describes it
 
 
-WHOLE = {View.SAME, View.RESHAPE, View.PERMUTE, View.TRANSPOSE, View.REVERSE_DIMS, View.EXPAND, View.CAT, View.STACK,
-         View.CAST, View.BITCAST}  # fmt: skip
-"""Views that neither drop elements nor choose among them by numbers, which might depend on the rank."""
+_REARRANGES = {View.SAME, View.RESHAPE, View.PERMUTE, View.TRANSPOSE, View.REVERSE_DIMS}
+_KEEPS_VALUES = _REARRANGES | {View.EXPAND, View.CAT, View.STACK, View.CAST}
+_WHOLE = _KEEPS_VALUES | {View.BITCAST}
+_PIECES = {View.SPLIT, View.UNBIND, View.ITEM, View.AWAIT_LIST}
+_RANGES = {View.SLICE, View.NARROW}
 
 
 class Reduction(enum.Enum):
@@ -94,12 +96,37 @@ class OpTraits:
         return self.view in (View.CAST, View.BITCAST)
 
     @property
+    def rearranges(self) -> bool:
+        """True for a view that has each element of its argument once, and nothing else."""
+        return self.view in _REARRANGES
+
+    @property
+    def keeps_values(self) -> bool:
+        """True for a view that has no other values than its arguments do, but for rounding, and drops none of them."""
+        return self.view in _KEEPS_VALUES
+
+    @property
+    def is_whole_or_piece(self) -> bool:
+        """True for a view that drops no elements, and for one that has all of them in several tensors."""
+        return self.view in _WHOLE | _PIECES
+
+    @property
+    def takes_range(self) -> bool:
+        """True for a view that takes a range of the indices of a dimension."""
+        return self.view in _RANGES
+
+    @property
+    def drops_rows(self) -> bool:
+        """True for a view that takes a range of rows, or rows by their numbers."""
+        return self.view in _RANGES | {View.PICK}
+
+    @property
     def takes_part(self) -> bool:
         """True for a view that takes some elements, or moves them: which ones may depend on the rank.
 
         DTensor's `redistribute` from replicated to sharded takes such views.
         """
-        return self.view is not None and self.view not in WHOLE
+        return self.view is not None and self.view not in _WHOLE
 
     @property
     def is_exact_reduction(self) -> bool:

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.local_ops import RUNNERS
 from asynctp_passes.ir.nodes import arguments, called_op, is_size, name_of, op_name, subgraphs_of
 from asynctp_passes.ir.registry import collective_op, promise_of, surely_communicates
+from asynctp_passes.torch_private import process_groups, torch_ops
 
 __all__ = [
     "communicates",
@@ -72,14 +72,14 @@ def _talk_of(node: fx.Node) -> _Talk:
     ops, graphs = _ops_run_by(node), subgraphs_of(node)
     found = [_talk_of_op(name_of(op)) for op in ops]
     found += [_talk_of(step) for graph in graphs for step in graph.nodes]
-    if not ops and not graphs and compat.is_higher_order(node.target) and op_name(node) not in RUNNERS:
+    if not ops and not graphs and torch_ops.is_higher_order(node.target) and op_name(node) not in RUNNERS:
         found.append(_Talk.MAY)
     return max(found, default=_Talk.NEVER)
 
 
 def _ops_run_by(node: fx.Node) -> list[Any]:
     """The op that a node calls; of a higher-order op those among its arguments."""
-    return [node.target] if compat.is_op(node.target) else list(filter(compat.is_op, node.args))
+    return [node.target] if torch_ops.is_op(node.target) else list(filter(torch_ops.is_op, node.args))
 
 
 def _talk_of_op(name: str) -> _Talk:
@@ -114,7 +114,7 @@ def _is_of_several(node: fx.Node) -> bool:
     if isinstance(size, int):
         return size != 1
     group = values.get(op.group if op is not None else "group_name", values.get("group"))
-    return compat.size_of_group(group.meta.get("val") if isinstance(group, fx.Node) else group) != 1
+    return process_groups.size_of_group(group.meta.get("val") if isinstance(group, fx.Node) else group) != 1
 
 
 def in_turn(starts: Sequence[fx.Node], inputs: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, Sequence[fx.Node]]:

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from asynctp_passes import compat
 from asynctp_passes.ir.local_ops import COMMUNICATING, LIBRARIES, MULTIPLYING, NORMALIZING, OTHER_KINDS, TORCH
+from asynctp_passes.torch_private import process_groups, torch_ops
 
 __all__ = [
     "ADDMM",
@@ -432,7 +432,7 @@ def _overloads(op: Any) -> list[Any]:
     """The overloads that are meant by an op; none for text."""
     if isinstance(op, str):
         return []
-    return [op] if compat.is_op(op) else [getattr(op, name) for name in op.overloads()]
+    return [op] if torch_ops.is_op(op) else [getattr(op, name) for name in op.overloads()]
 
 
 def _pattern(op: Any) -> str:
@@ -442,7 +442,7 @@ def _pattern(op: Any) -> str:
             return op
         how = 'it is not a name; give namespace::name, namespace::beginning* or namespace::*, as "mylib::norm"'
         raise RegistryError(f"asynctp: {op!r} cannot be registered: {how}")
-    if compat.is_op(op):
+    if torch_ops.is_op(op):
         return _overload(str(op))
     if getattr(op, "overloads", None) is None:
         how = 'it is not an op; give an overload such as torch.ops.mylib.norm.default, or its name, as "mylib::norm"'
@@ -462,7 +462,7 @@ class _Schema:
             names = ", ".join(f"{op}.{name}" for name in overloads())
             raise RegistryError(f"asynctp: {op} cannot be registered: it has several overloads; give one of {names}")
         self.name = str(op)
-        self.require(compat.is_op(op), "it is not an op; give an overload such as torch.ops.vllm.all_gather.default")
+        self.require(torch_ops.is_op(op), "it is not an op; give an overload such as torch.ops.vllm.all_gather.default")
         self._schema = op._schema
 
     def require(self, condition: bool, problem: str) -> None:
@@ -490,7 +490,7 @@ class _Schema:
 
 
 def _group_pairs(found: _Schema, groups: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:
-    pairs = {name: compat.group_name_of(group) for name, group in (groups or {}).items()}
+    pairs = {name: process_groups.group_name_of(group) for name, group in (groups or {}).items()}
     unknown = [name for name, group in pairs.items() if not group]
     found.require(not unknown, f"groups has {unknown}, which are neither process groups nor names of such")
     return tuple(sorted(pairs.items()))

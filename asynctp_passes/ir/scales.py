@@ -8,20 +8,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Blocks, Matmul, ScaledOptions
 from asynctp_passes.ir.nodes import called_name, tensor_of
 from asynctp_passes.ir.registry import SCALED_MM, MatmulOp
 from asynctp_passes.ir.sizes import identical
+from asynctp_passes.ops.recipes import BLOCK, IN_BLOCKS, Cover, Recipe, blocks_in
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import fx_graphs
 
 __all__ = ["read_scales", "scales_mismatch"]
 
 _SCALINGS = ("TensorWise", "RowWise", "BlockWise1x16", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
 """`torch.nn.functional.ScalingType`, by its values."""
-_Pair = tuple[str, str]
-_BLOCKS: tuple[_Pair, ...] = (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128"))
-"""Scales of blocks of A and of B that torch takes; those of one row are of 1x128, and of 128x128 blocks as well."""
 _TOGETHER = 4
 """cuBLAS reads the scales of 128x128 blocks in so many at a time: along K, they are padded to a multiple."""
 
@@ -32,24 +31,24 @@ def read_scales(
     """The options of a matmul's scales, or why they are not fused; None for a matmul that takes none."""
     if op.a_scale is None or op.b_scale is None:
         return None
-    if values.get("scale_result") is not None or compat.has_folded_output_scale(node):
+    if values.get("scale_result") is not None or fx_graphs.has_folded_output_scale(node):
         return Refusal(reasons.RESULT_SCALED, node.name)
     a_scale: Any = values.get(op.a_scale)
     b_scale: Any = values.get(op.b_scale)
-    pairs = _BLOCKS if called_name(node) == SCALED_MM else ()
-    recipe = _recipe(values) if isinstance(a_scale, list | tuple) else ""
-    if recipe:
-        pairs = tuple(pair for pair in _BLOCKS if recipe == "BlockWise{} x BlockWise{}".format(*pair))
-        if not pairs and recipe not in ("TensorWise x TensorWise", "RowWise x RowWise"):
-            return Refusal(reasons.SCALES_UNSUPPORTED, f"{node.name}: {recipe}")
+    recipes = IN_BLOCKS if called_name(node) == SCALED_MM else ()
+    told = _told(values) if isinstance(a_scale, list | tuple) else ""
+    if told:
+        recipes = tuple(each for each in IN_BLOCKS if told == "BlockWise{} x BlockWise{}".format(*each.names))
+        if not recipes and told not in ("TensorWise x TensorWise", "RowWise x RowWise"):
+            return Refusal(reasons.SCALES_UNSUPPORTED, f"{node.name}: {told}")
         a_scale, b_scale = a_scale[0], b_scale[0]
     of_a, of_b = tensor_of(a_scale), tensor_of(b_scale)
     if of_a is None or of_b is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
-    blocks = _blocks(pairs, (a, b, of_a, of_b), by_name=bool(recipe))
-    if recipe and pairs and blocks is None:
+    blocks = _blocks(recipes, (a, b, of_a, of_b), by_name=bool(told))
+    if told and recipes and blocks is None:
         shapes = [list(value.shape) for value in (a, b, of_a, of_b)]
-        facts = f"{recipe}, {shapes[0]} @ {shapes[1]} with scales {shapes[2]} and {shapes[3]}"
+        facts = f"{told}, {shapes[0]} @ {shapes[1]} with scales {shapes[2]} and {shapes[3]}"
         return Refusal(reasons.SCALES_BLOCKWISE, f"{node.name}: {facts}")
     return ScaledOptions(a_scale, b_scale, out.dtype, bool(values.get("use_fast_accum")), blocks)
 
@@ -69,7 +68,7 @@ def _are_blocks(a: list[Any], b: list[Any], a_scale: list[Any], b_scale: list[An
     (rows, depth), columns = a, b[1]
     if not isinstance(depth, int) or not isinstance(columns, int):
         return False
-    blocks = -(-depth // 128)
+    blocks = blocks_in(depth)
 
     def one_of(size: Any, *sizes: Any) -> bool:
         return any(identical(size, other) for other in sizes)
@@ -78,8 +77,8 @@ def _are_blocks(a: list[Any], b: list[Any], a_scale: list[Any], b_scale: list[An
     return a_fits and one_of(b_scale[0], blocks, _padded(blocks)) and one_of(b_scale[1], columns, _in_blocks(columns))
 
 
-def _blocks(pairs: Iterable[_Pair], operands: tuple[torch.Tensor, ...], *, by_name: bool) -> Blocks | None:
-    """The blocks of scales, of those that `pairs` allows; None where scales are one number, by rows, or others.
+def _blocks(recipes: Iterable[Recipe], operands: tuple[torch.Tensor, ...], *, by_name: bool) -> Blocks | None:
+    """The blocks of scales, of one of these recipes; None where scales are one number, by rows, or others.
 
     `scaled_mm` is told by name, and has the scales of `b[K, N]` as of its transpose, those of 128x128 blocks transposed
     and padded. `_scaled_mm` tells by shapes.
@@ -88,19 +87,19 @@ def _blocks(pairs: Iterable[_Pair], operands: tuple[torch.Tensor, ...], *, by_na
     rows, depth, columns = a.shape[0], a.shape[-1], b.shape[-1]
     if not isinstance(depth, int) or a.dim() != 2 or b.dim() != 2 or a_scale.dim() != 2 or b_scale.dim() != 2:
         return None
-    along = -(-depth // 128)
+    along = blocks_in(depth)
     if not by_name and _are_plain((rows, columns), a_scale, b_scale):
         return None
-    for of_a, of_b in pairs:
+    for recipe in recipes:
         if by_name:
-            a_fits = _named_fit(a_scale, of_a, rows, along)
-            b_fits = _named_fit(b_scale, of_b, columns, along)
+            a_fits = _named_fit(a_scale, recipe.a, rows, along)
+            b_fits = _named_fit(b_scale, recipe.b, columns, along)
         else:
-            a_fits = _shaped_fit(a_scale, of_a, rows, along)
-            b_fits = _shaped_fit(b_scale.t(), of_b, columns, along)
+            a_fits = _shaped_fit(a_scale, recipe.a, rows, along)
+            b_fits = _shaped_fit(b_scale.t(), recipe.b, columns, along)
         if a_fits and b_fits:
-            sides = [int(kind.partition("x")[0]) for kind in (of_a, of_b)]
-            return Blocks(sides[0], sides[1], along, by_name and sides[0] == 128, by_name and sides[1] == 1)
+            lines = recipe.a.lines, recipe.b.lines
+            return Blocks(*lines, along, by_name and lines[0] > 1, by_name and lines[1] == 1)
     return None
 
 
@@ -114,36 +113,36 @@ def _has_shape(value: torch.Tensor, shape: tuple[Any, Any]) -> bool:
     return all(identical(own, size) for own, size in zip(value.shape, shape, strict=True))
 
 
-def _shaped_fit(scale: torch.Tensor, kind: str, outer: Any, along: int) -> bool:
+def _shaped_fit(scale: torch.Tensor, cover: Cover, outer: Any, along: int) -> bool:
     """True for the scales of a matrix `[outer, K]` as `_scaled_mm` has them: `[outer, along]`, or in blocks of 128.
 
     Of those torch passes on the address, and cuBLAS takes them as padded.
     """
     if not identical(scale.shape[1], along):
         return False
-    if kind == "1x128":
+    if cover.lines == 1:
         return identical(scale.shape[0], outer)
     padded = along == _padded(along) or identical(scale.shape[0], 1) or identical(scale.stride(0), _padded(along))
-    return padded and identical(scale.shape[0], _in_blocks(outer))
+    return padded and identical(scale.shape[0], _in_blocks(outer, cover.lines))
 
 
-def _named_fit(scale: torch.Tensor, kind: str, outer: Any, along: int) -> bool:
+def _named_fit(scale: torch.Tensor, cover: Cover, outer: Any, along: int) -> bool:
     """True for the scales of a matrix `[outer, K]` as `scaled_mm` has them: so too, or padded and transposed."""
-    if kind == "1x128":
+    if cover.lines == 1:
         return identical(scale.shape[0], outer) and identical(scale.shape[1], along)
-    return identical(scale.shape[0], _padded(along)) and identical(scale.shape[1], _in_blocks(outer))
+    return identical(scale.shape[0], _padded(along)) and identical(scale.shape[1], _in_blocks(outer, cover.lines))
 
 
-def _in_blocks(size: Any) -> int | None:
-    """Blocks of 128 in a size; None for a symbolic one."""
-    return -(-size // 128) if isinstance(size, int) else None
+def _in_blocks(size: Any, lines: int = BLOCK) -> int | None:
+    """Blocks of so many lines in a size; None for a symbolic one."""
+    return blocks_in(size, lines) if isinstance(size, int) else None
 
 
 def _padded(blocks: int) -> int:
-    return -(-blocks // _TOGETHER) * _TOGETHER
+    return blocks_in(blocks, _TOGETHER) * _TOGETHER
 
 
-def _recipe(values: dict[str, Any]) -> str:
+def _told(values: dict[str, Any]) -> str:
     """How `_scaled_mm_v2` is told to scale, for people: `RowWise x RowWise`."""
     sides = (" and ".join(map(_scaling, values[f"recipe_{side}"])) for side in "ab")
     swizzled = any((*values["swizzle_a"], *values["swizzle_b"]))

@@ -16,8 +16,8 @@ import sympy
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.nodes import tensor_of, value_of
+from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = [
     "Size",
@@ -111,7 +111,7 @@ def canonical(size: Size) -> Size:
 # --- sizes of tensors -----------------------------------------------------------------------------------------
 def as_size(size: int | torch.SymInt) -> Size:
     """A dimension of a tensor as an integer, or as the expression that it is."""
-    return compat.expression(size) if isinstance(size, torch.SymInt) else size
+    return symbolic_sizes.expression(size) if isinstance(size, torch.SymInt) else size
 
 
 def identical(a: Any, b: Any) -> bool:
@@ -178,9 +178,9 @@ class Sizes:
         if isinstance(value, fx.Node):
             value = value.meta["val"]
         if isinstance(value, torch.SymInt):
-            expr = compat.expression(value).subs(self._multiples)
-            expr = expr.replace(compat.is_remainder, _remainder_by_floor)
-            return canonical(expr.replace(compat.is_floor_division, _floor))
+            expr = symbolic_sizes.expression(value).subs(self._multiples)
+            expr = expr.replace(symbolic_sizes.is_remainder, _remainder_by_floor)
+            return canonical(expr.replace(symbolic_sizes.is_floor_division, _floor))
         return int(value)
 
     def difference(self, a: torch.Tensor, b: torch.Tensor, dim: int) -> Size:
@@ -213,7 +213,7 @@ def _symbols(graph: fx.Graph) -> dict[sympy.Symbol, torch.SymInt]:
         sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
         for size in sizes:
             if isinstance(size, torch.SymInt):
-                expr = compat.expression(size)
+                expr = symbolic_sizes.expression(size)
                 if expr.is_Symbol:
                     found.setdefault(expr, size)
     return found
@@ -232,7 +232,7 @@ def _factors(divided: Iterable[tuple[Any, int]]) -> dict[sympy.Symbol, int]:
 def _comparisons(symbols: Mapping[sympy.Symbol, torch.SymInt]) -> dict[sympy.Symbol, list[sympy.Rel]]:
     """For each symbol, the comparisons of it alone that guards have made."""
     found: dict[sympy.Symbol, list[sympy.Rel]] = {symbol: [] for symbol in symbols}
-    for guard in compat.guards_of(next(iter(symbols.values()))) if symbols else ():
+    for guard in symbolic_sizes.guards_of(next(iter(symbols.values()))) if symbols else ():
         if isinstance(guard, sympy.Rel) and len(guard.free_symbols) == 1:
             (symbol,) = guard.free_symbols
             found.setdefault(symbol, []).append(guard)
@@ -244,7 +244,7 @@ def _is_multiple(size: torch.SymInt, symbol: sympy.Symbol, count: int, guards: S
 
     They do so too by leaving no other remainder: that the pieces of a split are equal, say.
     """
-    if compat.statically_known_multiple(size, count):
+    if symbolic_sizes.statically_known_multiple(size, count):
         return True
     times = sympy.Symbol("times", integer=True, nonnegative=True)
     others = ({symbol: count * times + rest} for rest in range(1, count))
@@ -254,7 +254,9 @@ def _is_multiple(size: torch.SymInt, symbol: sympy.Symbol, count: int, guards: S
 def _never_holds(guard: sympy.Rel, values: dict[sympy.Symbol, sympy.Expr]) -> bool:
     """True when a comparison is false for these values, whatever their symbols are."""
     left, right = (
-        side.subs(values).replace(compat.is_floor_division, _floor).replace(compat.is_remainder, _remainder)
+        side.subs(values)
+        .replace(symbolic_sizes.is_floor_division, _floor)
+        .replace(symbolic_sizes.is_remainder, _remainder)
         for side in guard.args
     )
     difference = sympy.expand(left - right)
@@ -285,7 +287,7 @@ def _quotient(whole: sympy.Expr, base: sympy.Expr, divisor: sympy.Expr) -> sympy
         return times
     if rest.could_extract_minus_sign():
         return times - _quotient(whole, divisor - 1 - rest, divisor)
-    return times + compat.floor_division(rest, divisor)
+    return times + symbolic_sizes.floor_division(rest, divisor)
 
 
 def _remainder(modulo: sympy.Expr) -> sympy.Expr:
@@ -345,9 +347,9 @@ def express(size: Size, sources: Sequence[SizeSource]) -> SizeExpression | None:
             return ("mul", own, times)
         if isinstance(part := quotient(source.size, size), int):
             return ("floordiv", own, part)
-    if compat.is_floor_division(size) or compat.is_remainder(size):
+    if symbolic_sizes.is_floor_division(size) or symbolic_sizes.is_remainder(size):
         base, divisor = (express(int(arg) if arg.is_Integer else arg, sources) for arg in size.args)
-        name = "floordiv" if compat.is_floor_division(size) else "mod"
+        name = "floordiv" if symbolic_sizes.is_floor_division(size) else "mod"
         return None if base is None or divisor is None else (name, base, divisor)
     if isinstance(size, sympy.Mul | sympy.Add):
         parts = [express(int(arg) if arg.is_Integer else arg, sources) for arg in size.args]

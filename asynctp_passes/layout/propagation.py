@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.matmuls import added_matrix
 from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, traits_of
 from asynctp_passes.ir.op_traits import View
@@ -26,6 +26,7 @@ from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap, concatenate
 from asynctp_passes.ops.checks import WIDENED
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import torch_ops
 
 __all__ = [
     "RULES",
@@ -182,7 +183,7 @@ def sources_of(nodes: Iterable[fx.Node], sizes: Sizes) -> dict[fx.Node, IndexMap
 def _apply(
     handler: Callable[[_Call], Result], node: fx.Node, propagation: Propagation, sizes: Sizes, sums: bool
 ) -> Result:
-    values = arguments(node) if compat.is_op(node.target) else {"self": node.args[0], "index": node.args[1]}
+    values = arguments(node) if torch_ops.is_op(node.target) else {"self": node.args[0], "index": node.args[1]}
     first = next(iter(values.values()))
     unknown = next((source for source in node.all_input_nodes if "val" not in source.meta), None)
     if unknown is not None:
@@ -358,7 +359,7 @@ def _is_power_of_two(number: float) -> bool:
 
 def shares_memory(node: fx.Node) -> bool:
     """True for an op whose result may lie in the memory of what it takes: a view, listed here or by its schema."""
-    return compat.may_alias(node) or is_view(node)
+    return torch_ops.may_alias(node) or is_view(node)
 
 
 def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -1,4 +1,20 @@
-"""The vocabulary of the pass: frozen values that travel from `find` to `decide` to `rewrite`."""
+"""The vocabulary of the pass: frozen values that travel from `find` to `decide` to `rewrite`.
+
+Each is proven or chosen by one function, and becomes nodes by another:
+
+    value            is proven or chosen by              becomes nodes by
+    GatherChain      match_gather.match_gather           emit_gather.emit_gather
+      its matmuls    placed_matmuls.placed_matmuls       emit_gather.emit_gather
+      Hoist          hoist.chains_of                     emit_on_shard.parts_on_shard
+      SideGather     hoist.chains_of                     emit_on_shard.start_side_gathers
+      Cut            cut_rows.find_cuts                  emit_gather.emit_gather
+    ScatterChain     match_reduction.match_reduction     emit_reduction.emit_reduction
+      its matmuls    scaled_epilogue.read_product        emit_reduction.emit_reduction
+      Padding        padding.find_padding                emit_reduction.emit_reduction
+      several sums   linear_sums.summed                  emit_reduction.emit_reduction
+    Bucket           bucketing.find_buckets              emit_alone.emit_bucket
+    no chain         legality.can_be_alone               emit_alone.emit_alone
+"""
 
 from __future__ import annotations
 
@@ -270,7 +286,7 @@ class GatherChain(_Chain):
     @property
     def kind(self) -> str:
         """The name of the fused op."""
-        return f"all_gather_{'' if self.matmuls[0].scaled is None else 'scaled_'}matmul"
+        return "all_gather_matmul"
 
     @property
     def sent(self) -> Rearrangement:
@@ -399,7 +415,7 @@ class ScatterChain(_Chain):
     @property
     def kind(self) -> str:
         """The name of the fused op."""
-        return f"{'' if self.matmuls[0].scaled is None else 'scaled_'}matmul_{self.collective.kind}"
+        return f"matmul_{self.collective.kind}"
 
     @property
     def placed_by(self) -> tuple[Collective, ...]:

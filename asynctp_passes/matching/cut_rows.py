@@ -43,7 +43,7 @@ class Cut:
 
 def unpads(node: fx.Node, ranks: int, sizes: Sizes) -> bool:
     """True for picking as many rows as there were before they were padded to a multiple of the ranks."""
-    picks = traits_of(node).view in (View.SLICE, View.NARROW, View.PICK)
+    picks = traits_of(node).drops_rows
     before, after = tensor_of(node.args[0]) if picks else None, tensor_of(node)
     if before is None or after is None or before.dim() != after.dim():
         return False
@@ -68,7 +68,7 @@ def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cu
 
 def _cut_dimension(node: fx.Node, whole: fx.Node, sizes: Sizes) -> int | None:
     """The dimension that a slice cuts: it keeps the first indices, half of them or more. None for the last one."""
-    if traits_of(node).view not in (View.SLICE, View.NARROW) or node.args[0] is not whole:
+    if not traits_of(node).takes_range or node.args[0] is not whole:
         return None
     values = arguments(node)
     if values["start"] not in (0, None) or values.get("step", 1) != 1:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.calls import Matmul, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import tensor_of, value_of
@@ -27,6 +26,7 @@ from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import CrossRankReduction, GatherChain, Hoist, Part, SideGather, Step
 from asynctp_passes.matching.placed_matmuls import PlacedMatmul, roots_above
 from asynctp_passes.matching.shard_region import ShardRegion, Users, is_small
+from asynctp_passes.torch_private import symbolic_sizes, torch_ops
 
 __all__ = ["chains_of"]
 
@@ -85,7 +85,7 @@ def _returned(
     """
     operand, *others = {matmul.a for matmul in matmuls}
     taken = {node for node in used if region.home[node] is region.home[operand]}
-    alone = not others and compat.is_contiguous(value_of(operand)) and operand not in region.gather.results
+    alone = not others and symbolic_sizes.is_contiguous(value_of(operand)) and operand not in region.gather.results
     if alone and taken <= set(views_of([operand])):
         roots = dict.fromkeys(region.home[node] for node in used if node not in taken)
         copies = tuple(root for root in roots if operand not in region.cuts and _is_copy(region, root, operand))
@@ -97,7 +97,7 @@ def _is_copy(region: ShardRegion, root: fx.Node, operand: fx.Node) -> bool:
     """True for a row-major root that holds the elements of an operand, in their order."""
     ours, value = region.view(operand), value_of(root)
     in_order = (ours.digits, ours.offset) == (region.view(root).digits, 0)
-    as_it_is = compat.is_contiguous(value) and value.dtype == value_of(operand).dtype
+    as_it_is = symbolic_sizes.is_contiguous(value) and value.dtype == value_of(operand).dtype
     return region.twin(root) is region.twin(operand) and in_order and as_it_is
 
 
@@ -157,7 +157,7 @@ def _passenger(region: ShardRegion, side_gathers: Sequence[fx.Node], data: Gathe
 
 def _step(region: ShardRegion, root: fx.Node) -> Step:
     parts = tuple((operand, _part(region, operand)) for operand in region.sources(root))
-    assert compat.is_op(root.target)
+    assert torch_ops.is_op(root.target)
     step = Step(root, root.target, tuple(root.args), dict(root.kwargs), parts)
     return replace(step, filled=tuple(_filled(region, step)))
 

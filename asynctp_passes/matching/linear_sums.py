@@ -26,7 +26,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, Matmul
 from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import Reduction
@@ -46,6 +45,7 @@ from asynctp_passes.layout.propagation import (
 )
 from asynctp_passes.matching.chains import Candidate, EarlySum, ScatterChain, Term
 from asynctp_passes.matching.match_context import MatchContext
+from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = ["summed"]
 
@@ -134,7 +134,7 @@ def _kind(context: MatchContext, candidate: Candidate, early: EarlySum | None) -
     get blocks of a later one than the first: else a collective sees its tensor's elements one after the other.
     """
     one, value = candidate.collective, tensor_of(candidate.collective.node if early is None else early.total)
-    if one.kind == "all_gather" or one.call is not None or value is None or not compat.is_contiguous(value):
+    if one.kind == "all_gather" or one.call is not None or value is None or not symbolic_sizes.is_contiguous(value):
         return None
     if value.dtype == torch.float16:
         return None

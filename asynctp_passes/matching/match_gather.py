@@ -12,7 +12,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
 from asynctp_passes.ir.calls import Collective, ScaledOptions, ScalesOfA, nodes_of
 from asynctp_passes.ir.matmuls import contracts_rows
 from asynctp_passes.ir.nodes import dtype_of, tensor_of
@@ -28,6 +27,7 @@ from asynctp_passes.matching.placed_matmuls import PlacedMatmul, placed_matmuls,
 from asynctp_passes.matching.scaled_epilogue import scalings
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = ["candidate_of", "following", "match_gather"]
 
@@ -114,19 +114,18 @@ def _left_out(
     """Notes on other matmuls of the gathered tensor, which the fused op returns to them unless its gather stays."""
     fused, kept = {matmul.node for matmul in chain.matmuls}, () if chain.hoist is None else chain.hoist.kept
     others = [one.matmul.node for one in products if one.matmul.node not in fused and one.matmul.node not in kept]
-    shared = (reasons.GATHER_IS_RIGHT_OPERAND, reasons.ROWS_CONTRACTED, reasons.ADDMM_SCALED)
-    takers = [*others, *(node for node, refusal in missed.items() if refusal.reason in shared)]
+    takers = [*others, *(node for node, refusal in missed.items() if refusal.reason.serves_others)]
     gradients = [node.name for node in context.sorted(takers) if contracts_rows(node) and node not in kept]
     views = set(context.propagation_of(chain.collective).all_users())
-    side_gathers = [
+    notes = [
         f"{node.name}{'' if node in views else ', of what is computed from it,'} stays a matmul of its own"
         for node in others
         if not contracts_rows(node)
     ]
-    known = [refusal for node, refusal in missed.items() if refusal.reason not in shared or not contracts_rows(node)]
+    known = [one for node, one in missed.items() if not (one.reason.serves_others and contracts_rows(node))]
     facts = [f"{refusal.reason.name} ({refusal.facts})" for refusal in known]
     taken = [f"the same gather serves the weight gradients {', '.join(gradients)}"]
-    return (*(taken if gradients else ()), *side_gathers, *facts)
+    return (*(taken if gradients else ()), *notes, *facts)
 
 
 def _joined(data: ShardRegion, chain: GatherChain) -> GatherChain:
@@ -183,7 +182,7 @@ def _rows_that_scale(region: ShardRegion, data: GatherPlacement, multiplications
     used = region.used_elsewhere(set())
     end, users = next(iter(used.items())) if len(used) == 1 else (None, ())
     value = tensor_of(end)
-    if end is None or end in region.cut_steps or value is None or not compat.is_contiguous(value):
+    if end is None or end in region.cut_steps or value is None or not symbolic_sizes.is_contiguous(value):
         return None
     if not all(near_miss.only_scales(multiplications, one) for one in users):
         return None

@@ -7,31 +7,35 @@ A gather may also be an all-to-all: each rank keeps its own piece of every shard
 DTensor moves a sharding to another dimension so on CPU, where gloo has no all-to-all; on GPUs it calls one collective.
 A program may also take a piece that is the same on all ranks, and drop the rest. One rank's graph shows the difference
 only by the number of the piece, so that a chain counts as an all-to-all on CPU alone, where nothing overlaps.
+
+And it may be taken in parts, which together are all of it:
+
+    shard → all_gather → wait → view* → {slice, split}+ → ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.crossings import multiplied_by
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import first_tensor, is_size, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import arguments, first_tensor, is_size, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.sizes import Sizes, product, same
-from asynctp_passes.layout.placement import RankPlacement, locate_ranks
+from asynctp_passes.ir.sizes import Size, Sizes, canonical, product, same
+from asynctp_passes.layout.placement import RankPlacement, incomplete, locate_ranks
 from asynctp_passes.layout.propagation import Propagation, is_view, pads_at_end, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate
 from asynctp_passes.matching.cut_rows import unpads
 from asynctp_passes.matching.match_context import MatchContext
-from asynctp_passes.matching.parts import parts_of
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import process_groups, symbolic_sizes
 
 __all__ = ["missed_gather"]
 
@@ -46,10 +50,10 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
     misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
     misses = [_named(gather, miss, region.context.sizes) for miss in (*misses, *_near_gather(region, refused))]
     if any(miss.refusal.reason is reasons.PIECES_MISSING for miss in misses) and (
-        parts := parts_of(region.context.propagation_of(gather), region.context.sizes)
+        parts := _in_all_parts(region.context.propagation_of(gather), region.context.sizes)
     ):
         misses = [_in_parts(miss, parts) for miss in misses]
-    misses.sort(key=_informative)
+    misses.sort(key=lambda miss: miss.refusal.reason.rank)
     nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
     weights = weights or (_is_given(gather.source) and _computes_with_rows(misses[0].nodes))
@@ -92,17 +96,6 @@ def _in_parts(miss: _Miss, parts: str) -> _Miss:
     """A miss for want of rows that others take is one for rows in parts."""
     missing = miss.refusal.reason is reasons.PIECES_MISSING
     return replace(miss, refusal=Refusal(reasons.TAKEN_IN_PARTS, parts)) if missing else miss
-
-
-def _informative(miss: _Miss) -> int:
-    """A rank for sorting misses: the most specific reason first, then those about a left operand."""
-    last = (
-        *(reasons.ROWS_CONTRACTED, reasons.GATHER_IS_RIGHT_OPERAND, reasons.GATHERED_SCALE),
-        *(reasons.PRODUCT_GATHERED, reasons.OUTSIDE_GRAPH, reasons.NO_MATMUL),
-    )
-    if miss.refusal.reason in last:
-        return 2 + last.index(miss.refusal.reason)
-    return int(miss.refusal.reason is not reasons.QUANTIZED_AFTER_GATHER)
 
 
 def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
@@ -152,11 +145,67 @@ def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
     return Refusal(reason, near_miss.names(way) + (f"; {refusal.facts}" if refusal else ""))
 
 
-# --- all-to-alls ----------------------------------------------------------------------------------------------
+# --- parts that are all of a gathered tensor -------------------------------------------------------------------
+_Part = tuple[fx.Node, int, Size, Size]
+"""A node that takes a part of a tensor: the dimension, where the part begins, and where it ends."""
+
+
+def _in_all_parts(propagation: Propagation, sizes: Sizes) -> str:
+    """The parts in which a followed tensor is taken, if they are all of it, for people; empty if they are not.
+
+    No fused op multiplies a part of what it gathers. One that multiplied all rows with the weight of each part would do
+    the work several times, and one for chunks of a weight would make the result of all chunks at once, which they are
+    to save.
+    """
+    for whole, view in propagation.maps.items():
+        value = tensor_of(whole)
+        if value is None or incomplete(view, product(sizes.of(value))) is not None:
+            continue
+        taken = (part for user in whole.users if not is_size(user) for part in _parts(user, whole, sizes))
+        parts = [part for part in taken if not all(map(is_size, part[0].users))]
+        if any(traits_of(user).view in (View.CAT, View.STACK) for node, *_ in parts for user in node.users):
+            continue  # a rearrangement
+        dims = {dim for _, dim, _, _ in parts}
+        if len(parts) > 1 and len(dims) == 1 and _are_all([part[2:] for part in parts], sizes.of(value)[dims.pop()]):
+            shown = [f"{node.name} [{start}, {end})" for node, _, start, end in parts]
+            return f"of {whole.name}: {', '.join(shown[:3])}" + (f" and {len(shown) - 3} more" if shown[3:] else "")
+    return ""
+
+
+def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[_Part]:
+    """The parts that a node takes of a tensor; none of one that takes it in another way."""
+    traits, before = traits_of(user), sizes.of(value_of(whole))
+    if traits.takes_range and arguments(user).get("step", 1) == 1 and user.args[0] is whole:
+        values = arguments(user)
+        dim = values["dim"] % len(before)
+        start = 0 if values["start"] is None else sizes.read(values["start"])
+        if isinstance(start, int) and start < 0:
+            start = before[dim] + start
+        yield user, dim, start, start + sizes.of(value_of(user))[dim]
+    elif traits.view is View.SPLIT:
+        dim, start = arguments(user)["dim"] % len(before), 0
+        taken = {item.args[1]: item for item in user.users if op_name(item) == "getitem"}
+        for index, piece in enumerate(user.meta["val"]):
+            end = start + sizes.of(piece)[dim]
+            if index in taken:
+                yield taken[index], dim, start, end
+            start = end
+
+
+def _are_all(parts: Iterable[tuple[Size, Size]], size: Size) -> bool:
+    """True for parts that cover 0 to a size, each beginning where another one ends."""
+    left, end = list(parts), canonical(0)
+    while (part := next((one for one in left if same(one[0], end)), None)) is not None:
+        left.remove(part)
+        end = part[1]
+    return not left and same(end, size)
+
+
+# --- all-to-alls -----------------------------------------------------------------------------------------------
 def _own_piece(gather: Collective, propagation: Propagation, sizes: Sizes) -> fx.Node | None:
     """The piece that is all of a gathered tensor that this rank uses, where the gather stands for an all-to-all."""
     group = gather.group.meta.get("val") if isinstance(gather.group, fx.Node) else gather.group
-    rank = compat.rank_in_group(group)
+    rank = process_groups.rank_in_group(group)
     if rank is None or value_of(gather.node).device.type != "cpu":
         return None
     splits = (node for node in propagation.pieces if traits_of(node).view is View.SPLIT)
@@ -192,4 +241,4 @@ def _is_copied(piece: fx.Node) -> bool:
     """True for a piece that is contiguous, or only used as a contiguous copy: that is how DTensor returns it."""
     value = tensor_of(piece)
     copies = (traits_of(user).view is View.SAME and traits_of(user).copies for user in piece.users if not is_size(user))
-    return value is not None and (compat.is_contiguous(value) or all(copies))
+    return value is not None and (symbolic_sizes.is_contiguous(value) or all(copies))

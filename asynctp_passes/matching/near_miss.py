@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import (
     called_name,
@@ -36,6 +36,7 @@ from asynctp_passes.ir.order import opaque_ops
 from asynctp_passes.ir.registry import can_promise, normalizes, promise_of, schema_name
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
+from asynctp_passes.torch_private import torch_ops
 
 __all__ = [
     "Ways",
@@ -204,7 +205,7 @@ def is_registered_rowwise(node: fx.Node) -> bool:
 def known_rowwise(node: fx.Node) -> str:
     """The words for a row-wise operation that a node is not known to be, with the line that would register it."""
     name = op_name(node)
-    if not compat.is_op(node.target) or not can_promise(name):
+    if not torch_ops.is_op(node.target) or not can_promise(name):
         return "a row-wise operation"
     own = schema_name(name)
     return f'known to be row-wise: if it is, register_rowwise("{own}"); else register_local("{own}"), if it is local'

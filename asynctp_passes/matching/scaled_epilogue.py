@@ -31,7 +31,7 @@ from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Matmul, ScaledOptions
 from asynctp_passes.ir.matmuls import is_matmul, read_matmul, read_term, rows_of
 from asynctp_passes.ir.nodes import arguments, filling_of, is_size, mutates, tensor_of, traits_of, value_of
-from asynctp_passes.ir.op_traits import WHOLE, View
+from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import are_one, identical, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view, scaling_of, shares_memory, widens
@@ -225,7 +225,7 @@ def _in_order(factors: Sequence[Factor], scales: Sequence[fx.Node | None], outer
 
 def _is_gate(factor: fx.Node) -> bool:
     """True for a sigmoid, through views and conversions."""
-    while traits_of(factor).view in WHOLE - {View.BITCAST} and len(factor.all_input_nodes) == 1:
+    while traits_of(factor).keeps_values and len(factor.all_input_nodes) == 1:
         (factor,) = factor.all_input_nodes
     return traits_of(factor).at_most_one
 

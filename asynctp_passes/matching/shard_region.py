@@ -28,14 +28,14 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.matmuls import added_matrix, is_matmul
 from asynctp_passes.ir.nodes import (
@@ -59,6 +59,7 @@ from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.cut_rows import find_cuts
 from asynctp_passes.matching.match_context import MatchContext, frozen, is_pure
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import symbolic_sizes, torch_ops
 
 __all__ = ["ShardRegion", "Users", "is_small"]
 
@@ -97,8 +98,8 @@ class ShardRegion:
         home: The root of every member, of what lies between members (pieces of a split), and of views that are none.
         cross_rank: The maxima and minima over all ranks' rows: each rank finds that of its own rows first. Those of
             one value stand together, by the first of them.
-        known: These, and what is computed from nothing else of the gathered tensor, as far as that was asked: all ranks
-            have it before that is there. With the first node that has the same values.
+        known: Values that every rank has before the gather is complete: `cross_rank`, and what is computed from those
+            alone. Filled when asked for, with the first node that has the same values.
         refused: Users of members that are not members, and why.
         cuts: Left operands that have the rows of the gathered tensor but for some at the end.
         cut_steps: These, and what lies between: nodes at home in the gathered tensor that have no map of their own.
@@ -131,7 +132,7 @@ class ShardRegion:
             node = self.context.nodes[heapq.heappop(self._waiting)]
             if node in self.members or node in self.refused or node in self.known:
                 continue
-            place = self._computed(node)
+            place = _place_in(self, node)
             if place is None:  # views of a tensor have maxima of the same value, and perhaps of another shape
                 self.known[node] = self._first(node, self.context.sizes.of(value_of(node)))
                 self.cross_rank.setdefault(self.known[node], []).append(node)
@@ -175,11 +176,9 @@ class ShardRegion:
         used: Users = {}
         for node in self.context.sorted(self.home):
             users = (user for user in self.roots[self.home[node]].propagation.users(node) if user not in self.home)
-            side_gathers = [user for user in users if user not in fused or added_matrix(user) is node]
-            if others := self.context.sorted(
-                user for user in side_gathers if not (is_size(user) or user in self.known)
-            ):
-                used[node] = others
+            others = (user for user in users if user not in fused or added_matrix(user) is node)
+            if outside := self.context.sorted(user for user in others if not (is_size(user) or user in self.known)):
+                used[node] = outside
         return used
 
     def needs_gather(self, node: fx.Node) -> bool:
@@ -303,131 +302,10 @@ class ShardRegion:
         alike = (len(sizes) == len(own) and all(map(same, sizes, own)) for sizes in others)
         return all(one or same(product(sizes), 1) for one, sizes in zip(alike, others, strict=True))
 
-    # --- the rules: where the ranks are in the result of an op, or why no rank can compute its part ---
-    def _computed(self, node: fx.Node) -> _Place | Refusal | None:
-        """None for a reduction over all ranks' rows."""
-        if "val" not in node.meta:
-            return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
-        if not compat.is_op(node.target) or mutates(node):
-            return Refusal(reasons.COMPUTED_BETWEEN, "not a pure operation")
-        if is_random(node):
-            return Refusal(reasons.RANDOM_BETWEEN, "every rank would draw other numbers")
-        if tensor_of(node) is None:
-            return Refusal(reasons.COMPUTED_BETWEEN, "not an operation that returns one tensor")
-        if is_pointwise(node) or traits_of(node).casts:
-            return self._pointwise(node)
-        if near_miss.reduces(node):
-            return self._reduced(node)
-        if near_miss.is_registered_rowwise(node):
-            return self._rowwise(node)
-        return Refusal(reasons.COMPUTED_BETWEEN, f"neither a view nor {near_miss.known_rowwise(node)}")
-
-    def _pointwise(self, node: fx.Node) -> _Place | Refusal:
-        places = [self._from_last(operand) for operand in node.all_input_nodes if operand in self.members]
-        first = places[0]
-        if not all(_same_place(place, first) for place in places):
-            return Refusal(reasons.MIXES_RANKS, "its operands have the ranks in different places")
-        others = (operand for operand in node.all_input_nodes if operand not in self.members)
-        refused = next((refusal for other in others if (refusal := self._other_operand(other, first[0]))), None)
-        return refused or self._of_one_device(node) or first
-
-    def _rowwise(self, node: fx.Node) -> _Place | Refusal:
-        """The place of the ranks in the result of an op that is registered to work row by row: in whole rows."""
-        members = [operand for operand in node.all_input_nodes if operand in self.members]
-        places = [self._from_last(member) for member in members]
-        rows, *others = (self.context.sizes.of(value_of(one))[:-1] for one in (node, *members))
-        if not all(len(sizes) == len(rows) and all(map(same, sizes, rows)) for sizes in others):
-            return Refusal(reasons.COMPUTED_BETWEEN, "its result has other rows than what it is computed from")
-        if places[0][0] == -1 or not all(_same_place(place, places[0]) for place in places):
-            return Refusal(reasons.MIXES_RANKS, "a row has parts of several ranks")
-        shared = (operand for operand in node.all_input_nodes if operand not in self.members)
-        refused = next((refusal for one in shared if (refusal := self._shared_operand(one)) is not None), None)
-        return refused or self._of_one_device(node) or self._not_on_a_part(node, places[0][0]) or places[0]
-
-    def _not_on_a_part(self, node: fx.Node, dim: int) -> Refusal | None:
-        """Why an op's fake implementation does not make a rank's part of a result from its parts of the operands."""
-
-        def part_of(value: torch.Tensor) -> torch.Tensor:
-            return value.narrow(dim, 0, value.shape[dim] // self.gather.group_size)
-
-        def argument(operand: fx.Node) -> torch.Tensor:
-            return part_of(value_of(operand)) if operand in self.members else value_of(operand)
-
-        assert compat.is_op(node.target)
-        try:
-            with compat.without_guards(value_of(node)):
-                args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
-                made, wanted = node.target(*args, **kwargs), part_of(value_of(node))
-        except Exception as error:  # of the program's own code
-            facts = f"its fake implementation fails for a rank's rows: {type(error).__name__}: {error}"
-            return Refusal(reasons.COMPUTED_BETWEEN, facts[:200])
-        if made.dtype == wanted.dtype and all(map(identical, made.shape, wanted.shape)):
-            return None
-        return Refusal(reasons.COMPUTED_BETWEEN, f"of a rank's rows its fake implementation makes {list(made.shape)}")
-
-    def _shared_operand(self, operand: fx.Node) -> Refusal | None:
-        """Why an operand from outside the region is not one that every rank has, by the promise of a row-wise op."""
-        value = tensor_of(operand)
-        if value is None:
-            return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
-        if self.needs_gather(operand):
-            return self.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
-        rows = value_of(self.gather.node).shape[:-1]
-        counts = [value.numel(), *rows, product(rows)]
-        is_known = value.dim() <= 1 and all(isinstance(count, int) for count in counts)
-        if not are_one(value.shape) and not (is_known and value.numel() not in counts[1:]):
-            return Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} may have a number for each of the op's rows")
-        return self.late(operand)
-
-    def _from_last(self, member: fx.Node) -> _Place:
+    def place_of(self, member: fx.Node) -> _Place:
+        """The place of the ranks in a member."""
         place = self.members[member]
         return place.dim - len(self.view(member).dims), place.outer, place.inner
-
-    def _other_operand(self, operand: fx.Node, dim: int) -> Refusal | None:
-        """Why an operand from outside the region does not meet every rank's part in the same way."""
-        value = tensor_of(operand)
-        if value is None:
-            return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
-        if self.needs_gather(operand):
-            return self.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
-        if (late := self.late(operand)) is not None:
-            return late
-        if self.is_filled(operand):
-            return None
-        shape, uniform = self.context.sizes.of(value), self._uniform(operand)
-        if len(shape) >= -dim and not same(shape[dim], 1):
-            reason = reasons.COMPUTED_BETWEEN if uniform else reasons.MAY_DIFFER_BY_RANK
-            return Refusal(reason, f"{operand.name} has a value for each row")
-        return None if uniform else Refusal(reasons.MAY_DIFFER_BY_RANK, f"{operand.name}")
-
-    def _of_one_device(self, node: fx.Node) -> Refusal | None:
-        device = value_of(node).device
-        moved = device != value_of(self.gather.node).device
-        return Refusal(reasons.COMPUTED_BETWEEN, f"moves to {device}") if moved else None
-
-    def _reduced(self, node: fx.Node) -> _Place | Refusal | None:
-        values = arguments(node)
-        source = next(iter(values.values()))
-        if source not in self.members:
-            return Refusal(reasons.COMPUTED_BETWEEN, "reduces another tensor")
-        rank = len(self.view(source).dims)
-        dims = values.get("dim")
-        reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
-        dim, outer, inner = self._from_last(source)
-        exact = traits_of(node).is_exact_reduction
-        if rank + dim in reduced:
-            return self._cross_rank(node, exact)
-        if not exact:
-            return Refusal(reasons.COMPUTED_BETWEEN, "rounds in an order that may depend on the number of rows")
-        kept = 0 if values.get("keepdim") else sum(axis > rank + dim for axis in reduced)
-        return dim + kept, outer, inner
-
-    def _cross_rank(self, node: fx.Node, exact: bool) -> Refusal | None:
-        """Why a reduction over all ranks' rows is not found from what each rank finds."""
-        if not (exact and is_small(self, node) and value_of(node).dtype.is_floating_point):
-            return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
-        unchanged = self.context.segments[node] == self.context.segments[self.gather.node]
-        return None if unchanged else Refusal(reasons.MUTATED_IN_BETWEEN, "comes after an in-place operation")
 
     def is_filled(self, node: fx.Node) -> bool:
         """True for a tensor that is made of numbers in the graph alone, all its elements of the same, and stays so."""
@@ -454,7 +332,7 @@ class ShardRegion:
         same_on_all = (other for other in self.context.collectives if _makes_uniform(other, self.gather))
         return {result for other in same_on_all for result in other.results}
 
-    def _uniform(self, node: fx.Node) -> bool:
+    def is_uniform(self, node: fx.Node) -> bool:
         """True when a tensor is provably the same on all ranks of the group, and stays so."""
         seen, stack = set[fx.Node](), [node]
         while stack:
@@ -471,6 +349,182 @@ class ShardRegion:
             stack.extend(sources)
         self._uniform_nodes |= seen
         return True
+
+
+# --- the rules: where the ranks are in the result of an op, or why no rank can compute its part --------------------
+_Found = _Place | Refusal | None
+"""None stands for a value that all ranks have before the gather is complete: `ShardRegion.cross_rank`."""
+
+
+def _place_in(region: ShardRegion, node: fx.Node) -> _Found:
+    """The place of the ranks in what is computed of members, by the first row of `_RULES` that the op is of."""
+    if (refusal := _not_pure(node)) is not None:
+        return refusal
+    for is_of_kind, rule in _RULES:
+        if is_of_kind(node):
+            return rule(region, node)
+    return Refusal(reasons.COMPUTED_BETWEEN, f"neither a view nor {near_miss.known_rowwise(node)}")
+
+
+def _not_pure(node: fx.Node) -> Refusal | None:
+    """Why an op on parts, done by any rank at any time, need not give a part of the same tensor."""
+    if "val" not in node.meta:
+        return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
+    if not torch_ops.is_op(node.target) or mutates(node):
+        return Refusal(reasons.COMPUTED_BETWEEN, "not a pure operation")
+    if is_random(node):
+        return Refusal(reasons.RANDOM_BETWEEN, "every rank would draw other numbers")
+    if tensor_of(node) is None:
+        return Refusal(reasons.COMPUTED_BETWEEN, "not an operation that returns one tensor")
+    return None
+
+
+def _casts(node: fx.Node) -> bool:
+    return traits_of(node).casts
+
+
+def _is_extremum(node: fx.Node) -> bool:
+    return traits_of(node).is_exact_reduction
+
+
+def _by_elements(region: ShardRegion, node: fx.Node) -> _Found:
+    """Each element comes from elements of one rank, and from values that are the same for all rows of all ranks."""
+    places = [region.place_of(operand) for operand in node.all_input_nodes if operand in region.members]
+    if not all(_same_place(place, places[0]) for place in places):
+        return Refusal(reasons.MIXES_RANKS, "its operands have the ranks in different places")
+    others = (operand for operand in node.all_input_nodes if operand not in region.members)
+    refused = next((refusal for other in others if (refusal := _other_operand(region, other, places[0][0]))), None)
+    return refused or _of_one_device(region, node) or places[0]
+
+
+def _by_extrema(region: ShardRegion, node: fx.Node) -> _Found:
+    """A maximum or minimum has the same bits in any order: over a rank's own, and then over those of all ranks."""
+    reduced = _reduced(region, node)
+    if isinstance(reduced, Refusal):
+        return reduced
+    axes, axis, (dim, outer, inner) = reduced
+    if axis in axes:
+        return _cross_rank(region, node)
+    kept = 0 if arguments(node).get("keepdim") else sum(one > axis for one in axes)
+    return dim + kept, outer, inner
+
+
+def _by_sums(region: ShardRegion, node: fx.Node) -> Refusal:
+    """None is a part's: sums, means and the like may round otherwise for another number of rows."""
+    reduced = _reduced(region, node)
+    if isinstance(reduced, Refusal):
+        return reduced
+    axes, axis, _ = reduced
+    if axis in axes:
+        return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
+    return Refusal(reasons.COMPUTED_BETWEEN, "rounds in an order that may depend on the number of rows")
+
+
+def _by_rows(region: ShardRegion, node: fx.Node) -> _Found:
+    """Each row comes from the same row of the operands, as its registration promises, and a rank has whole rows."""
+    members = [operand for operand in node.all_input_nodes if operand in region.members]
+    places = [region.place_of(member) for member in members]
+    rows, *others = (region.context.sizes.of(value_of(one))[:-1] for one in (node, *members))
+    if not all(len(sizes) == len(rows) and all(map(same, sizes, rows)) for sizes in others):
+        return Refusal(reasons.COMPUTED_BETWEEN, "its result has other rows than what it is computed from")
+    if places[0][0] == -1 or not all(_same_place(place, places[0]) for place in places):
+        return Refusal(reasons.MIXES_RANKS, "a row has parts of several ranks")
+    shared = (operand for operand in node.all_input_nodes if operand not in region.members)
+    refused = next((refusal for one in shared if (refusal := _shared_operand(region, one)) is not None), None)
+    return refused or _of_one_device(region, node) or _not_on_a_part(region, node, places[0][0]) or places[0]
+
+
+_RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[ShardRegion, fx.Node], _Found]], ...] = (
+    (is_pointwise, _by_elements),
+    (_casts, _by_elements),
+    (_is_extremum, _by_extrema),
+    (near_miss.reduces, _by_sums),
+    (near_miss.is_registered_rowwise, _by_rows),
+)
+"""The kinds of ops that are computed of parts, and the rule of each, whose first line says what it proves. Views are no
+kind: `placement.locate_ranks` finds the ranks in them.
+"""
+
+
+# --- what the rules ask of the operands ------------------------------------------------------------------------
+def _reduced(region: ShardRegion, node: fx.Node) -> tuple[set[int], int, _Place] | Refusal:
+    """The dimensions over which an op reduces a member, that of the ranks there, and their place."""
+    values = arguments(node)
+    source = next(iter(values.values()))
+    if source not in region.members:
+        return Refusal(reasons.COMPUTED_BETWEEN, "reduces another tensor")
+    rank, dims, place = len(region.view(source).dims), values.get("dim"), region.place_of(source)
+    axes = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
+    return axes, rank + place[0], place
+
+
+def _cross_rank(region: ShardRegion, node: fx.Node) -> Refusal | None:
+    """Why an extremum over all ranks' rows is not found from what each rank finds."""
+    if not (is_small(region, node) and value_of(node).dtype.is_floating_point):
+        return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
+    unchanged = region.context.segments[node] == region.context.segments[region.gather.node]
+    return None if unchanged else Refusal(reasons.MUTATED_IN_BETWEEN, "comes after an in-place operation")
+
+
+def _other_operand(region: ShardRegion, operand: fx.Node, dim: int) -> Refusal | None:
+    """Why an operand from outside the region does not meet every rank's part in the same way."""
+    value = tensor_of(operand)
+    if value is None:
+        return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
+    if region.needs_gather(operand):
+        return region.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
+    if (late := region.late(operand)) is not None:
+        return late
+    if region.is_filled(operand):
+        return None
+    shape, uniform = region.context.sizes.of(value), region.is_uniform(operand)
+    if len(shape) >= -dim and not same(shape[dim], 1):
+        reason = reasons.COMPUTED_BETWEEN if uniform else reasons.MAY_DIFFER_BY_RANK
+        return Refusal(reason, f"{operand.name} has a value for each row")
+    return None if uniform else Refusal(reasons.MAY_DIFFER_BY_RANK, f"{operand.name}")
+
+
+def _shared_operand(region: ShardRegion, operand: fx.Node) -> Refusal | None:
+    """Why an operand from outside the region is not one that every rank has, by the promise of a row-wise op."""
+    value = tensor_of(operand)
+    if value is None:
+        return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
+    if region.needs_gather(operand):
+        return region.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
+    rows = value_of(region.gather.node).shape[:-1]
+    counts = [value.numel(), *rows, product(rows)]
+    is_known = value.dim() <= 1 and all(isinstance(count, int) for count in counts)
+    if not are_one(value.shape) and not (is_known and value.numel() not in counts[1:]):
+        return Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} may have a number for each of the op's rows")
+    return region.late(operand)
+
+
+def _of_one_device(region: ShardRegion, node: fx.Node) -> Refusal | None:
+    device = value_of(node).device
+    moved = device != value_of(region.gather.node).device
+    return Refusal(reasons.COMPUTED_BETWEEN, f"moves to {device}") if moved else None
+
+
+def _not_on_a_part(region: ShardRegion, node: fx.Node, dim: int) -> Refusal | None:
+    """Why an op's fake implementation does not make a rank's part of a result from its parts of the operands."""
+
+    def part_of(value: torch.Tensor) -> torch.Tensor:
+        return value.narrow(dim, 0, value.shape[dim] // region.gather.group_size)
+
+    def argument(operand: fx.Node) -> torch.Tensor:
+        return part_of(value_of(operand)) if operand in region.members else value_of(operand)
+
+    assert torch_ops.is_op(node.target)
+    try:
+        with symbolic_sizes.without_guards(value_of(node)):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), argument)
+            made, wanted = node.target(*args, **kwargs), part_of(value_of(node))
+    except Exception as error:  # of the program's own code
+        facts = f"its fake implementation fails for a rank's rows: {type(error).__name__}: {error}"
+        return Refusal(reasons.COMPUTED_BETWEEN, facts[:200])
+    if made.dtype == wanted.dtype and all(map(identical, made.shape, wanted.shape)):
+        return None
+    return Refusal(reasons.COMPUTED_BETWEEN, f"of a rank's rows its fake implementation makes {list(made.shape)}")
 
 
 def _makes_uniform(other: Collective, gather: Collective) -> bool:
@@ -500,4 +554,4 @@ def is_small(region: ShardRegion, root: fx.Node) -> bool:
     count = product(sizes.of(value))
     times = quotient(product(sizes.of(whole)), count)
     small = isinstance(times, int) and times * whole.dtype.itemsize >= _SMALL * value.dtype.itemsize
-    return (small or same(count, 1)) and compat.is_contiguous(value)
+    return (small or same(count, 1)) and symbolic_sizes.is_contiguous(value)

@@ -1,8 +1,10 @@
-"""The six fused ops, `torch.ops.asynctp.*`: schemas, fake and real implementations, gradients, and Python callers.
+"""The three fused ops, `torch.ops.asynctp.*`: schemas, fake and real implementations, gradients, and Python callers.
 
-    a_shard → all_gather → mm, mm, …          asynctp::all_gather_matmul, all_gather_scaled_matmul
-    mm + mm + … (+ x) → reduce_scatter        asynctp::matmul_reduce_scatter, scaled_matmul_reduce_scatter
-    mm + mm + … (+ x) → all_reduce            asynctp::matmul_all_reduce, scaled_matmul_all_reduce
+    a_shard → all_gather → mm, mm, …          asynctp::all_gather_matmul
+    mm + mm + … (+ x) → reduce_scatter        asynctp::matmul_reduce_scatter
+    mm + mm + … (+ x) → all_reduce            asynctp::matmul_all_reduce
+
+Scales of the matmuls are optional arguments (`calls`); each op has a caller without scales and one with.
 
 All are functional: they return fresh, contiguous, ordinary memory, never an alias of an input or of a
 communication buffer. Importing this module registers them.
@@ -19,12 +21,9 @@ reads it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from asynctp_passes.ops import autograd, fake, real, reference
+from asynctp_passes.ops import reference
 from asynctp_passes.ops.calls import OPS
 from asynctp_passes.ops.choice import (
     compares_calls,
@@ -36,7 +35,7 @@ from asynctp_passes.ops.choice import (
     on_wire,
     refresh,
 )
-from asynctp_passes.ops.registration import register
+from asynctp_passes.ops.register import register_fused
 
 __all__ = [
     "OPS",
@@ -56,26 +55,7 @@ __all__ = [
     "scaled_matmul_reduce_scatter",
 ]
 
-
-_GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "all_gather_matmul": (autograd.backward_gather, autograd.setup_gather),
-    "matmul_reduce_scatter": (autograd.backward_scatter, autograd.setup_scatter),
-    "matmul_all_reduce": (autograd.backward_all_reduce, autograd.setup_all_reduce),
-}
-"""The backward of each op that has one, and the function that keeps its inputs."""
-
-
-def _register() -> Any:
-    """Define the ops. They live as long as the returned library does."""
-    library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for name, schema in OPS.items():
-        library.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
-        gradient = _GRADIENTS.get(name, (autograd.no_gradient, None))
-        register(library, name, real.IMPLEMENTATIONS[name], fake.IMPLEMENTATIONS[name], *gradient)
-    return library
-
-
-_LIBRARY = _register()
+_LIBRARY = register_fused()
 
 
 # --- called by hand ----------------------------------------------------------------------------------------------

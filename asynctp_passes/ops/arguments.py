@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed
 from torch import Tensor
 
-from asynctp_passes import compat
+from asynctp_passes.torch_private import process_groups
 
 __all__ = [
     "as_list",
@@ -34,7 +34,7 @@ def group_and_size(group: Any) -> tuple[Any, int]:
     """
     name = _group_name(group)
     try:
-        return name, compat.process_group_size(name)
+        return name, process_groups.process_group_size(name)
     except (RuntimeError, ValueError) as error:
         limit = (
             "the name of an existing process group; create it first, or pass the ProcessGroup itself. If a compiled "

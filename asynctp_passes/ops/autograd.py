@@ -8,19 +8,45 @@ So the input gradient of each of the first two ops is the other op. A tensor tha
 gradient dOut. With factors, a matmul has dOut times its own. Where factors differ, dOut is gathered first, and
 multiplied then. Where matmuls were converted to a `sum_dtype`, dOut is converted back before it is gathered, or once it
 is reduced. The loss is the sum of all ranks' losses. (Where every rank computes the same loss, their gradients add up.)
+Calls with scales have no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from asynctp_passes.ops.calls import SIGNATURES, Call, ReduceCall
+from asynctp_passes.ops.calls import SIGNATURES, Call, GatherCall, ReduceCall
 from asynctp_passes.ops.plain_collectives import all_reduce, gather, reduce_scatter
 from asynctp_passes.ops.reference import multiplied, split_factors
+
+
+def gradient_of(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The backward of an op, and the function that keeps what it needs, as `torch.library.register_autograd` has them.
+
+    That of a call with scales raises.
+    """
+    signature, (backward, setup) = SIGNATURES[op], _GRADIENTS[op]
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        call: Call = signature.call(*inputs)
+        ctx.has_scales = call.out_dtype is not None
+        if not ctx.has_scales:
+            setup(ctx, call, output)
+
+    def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if ctx.has_scales:
+            raise NotImplementedError(
+                "asynctp: a call with scales (fp8) has no gradient, since quantization has none; make it inside an "
+                "autograd.Function that quantizes, or call the op without scales"
+            )
+        found: tuple[Any, ...] = backward(ctx, *grads)
+        return found
+
+    return differentiate, keep
 
 
 def refuse_lost_gradients(biases: Sequence[Tensor | None]) -> None:
@@ -33,16 +59,15 @@ def refuse_lost_gradients(biases: Sequence[Tensor | None]) -> None:
         )
 
 
-def setup_gather(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    call = SIGNATURES["all_gather_matmul"].call(*inputs)
-    _remember(ctx, call, inputs)
+def _setup_gather(ctx: Any, call: GatherCall, output: list[Tensor]) -> None:
+    _remember(ctx, call)
     ctx.set_materialize_grads(False)
     ctx.return_a_full = call.return_a_full
     ctx.save_for_backward(output[-1] if call.return_a_full else call.a_shard, *call.bs)
     ctx.where = (call.gather_dim, call.group_size, call.group_name)
 
 
-def backward_gather(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def _backward_gather(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     a_saved, *bs = ctx.saved_tensors
     needs_a, needs_b = ctx.needs_input_grad[:2]
     a_full_grad = grads[-1] if ctx.return_a_full else None
@@ -69,13 +94,12 @@ def _gather_input_grad(
     return kept if a_grad is None else a_grad + kept
 
 
-def setup_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    call = SIGNATURES["matmul_reduce_scatter"].call(*inputs)
-    _remember_sum(ctx, call, inputs)
+def _setup_scatter(ctx: Any, call: ReduceCall, output: Tensor) -> None:
+    _remember_sum(ctx, call)
     ctx.where = (call.scatter_dim, call.group_size, call.group_name)
 
 
-def backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     count = len(ctx.saved_tensors) // 2
     a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
     needs_a, needs_b = ctx.needs_input_grad[:2]
@@ -114,13 +138,12 @@ def _grads_of_products(ctx: Any, whole: Tensor, dtype: torch.dtype) -> list[Tens
     return [multiplied(whole, factor).to(dtype) for factor in ctx.factors]
 
 
-def setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    call = SIGNATURES["matmul_all_reduce"].call(*inputs)
-    _remember_sum(ctx, call, inputs)
+def _setup_all_reduce(ctx: Any, call: ReduceCall, output: Tensor) -> None:
+    _remember_sum(ctx, call)
     ctx.group_name = call.group_name
 
 
-def backward_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     count = len(ctx.saved_tensors) // 2
     a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
     needs_a, needs_b = ctx.needs_input_grad[:2]
@@ -131,7 +154,7 @@ def backward_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return _grads_of_sum(ctx, a_grads, b_grads, fulls, whole)
 
 
-def _remember(ctx: Any, call: Call, inputs: tuple[Any, ...]) -> None:
+def _remember(ctx: Any, call: Call) -> None:
     """Keep which arguments were given, and what the gradients of biases need: each one's number of dimensions."""
     signature = SIGNATURES[call.op]
     # torch wants gradients for the arguments up to the last that has not its default
@@ -142,8 +165,8 @@ def _remember(ctx: Any, call: Call, inputs: tuple[Any, ...]) -> None:
     ctx.bias_ndims = [bias.ndim for bias in present] if len(present) == len(call.biases) else None
 
 
-def _remember_sum(ctx: Any, call: ReduceCall, inputs: tuple[Any, ...]) -> None:
-    _remember(ctx, call, inputs)
+def _remember_sum(ctx: Any, call: ReduceCall) -> None:
+    _remember(ctx, call)
     ctx.factors, ctx.factor = split_factors(call.factors, len(call.a_parts))
     ctx.reduce_op, ctx.is_added = call.reduce_op, call.added is not None
     ctx.save_for_backward(*call.a_parts, *call.b_parts)
@@ -180,8 +203,9 @@ def _weight_grad(a_full: Tensor, out_grad: Tensor | None) -> Tensor | None:
     return None if out_grad is None else a_full.flatten(0, -2).t() @ out_grad.flatten(0, -2)
 
 
-def no_gradient(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "asynctp: the scaled (fp8) ops have no gradient, since quantization has none; call them inside an "
-        "autograd.Function that quantizes, or use the bf16 ops"
-    )
+_GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "all_gather_matmul": (_backward_gather, _setup_gather),
+    "matmul_reduce_scatter": (_backward_scatter, _setup_scatter),
+    "matmul_all_reduce": (_backward_all_reduce, _setup_all_reduce),
+}
+"""The backward of each op without scales, and the function that keeps a call's inputs for it."""

@@ -1,4 +1,7 @@
-"""The six programs as functions to call by hand: keyword arguments, any spelling of a group, and of lists."""
+"""The programs as functions to call by hand: keyword arguments, any spelling of a group, and of lists.
+
+Each of the three ops has two: one without scales, and one with.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +73,13 @@ def _require_kind(op: str, name: str, value: Any) -> None:
 
 
 class Callers:
-    """The programs under their own names, with keyword arguments and any spelling of a process group.
+    """The programs with keyword arguments and any spelling of a process group.
 
     `reference` has them as sequential programs, `asynctp_passes.ops` as the fused ops. These are traceable by
     torch.compile, and differentiable but for the scaled ones, whose gradient raises.
 
     Args:
-        programs: What has each program as an attribute, with the fused op's argument list.
+        programs: What has each program as an attribute, with the fused op's name and argument list.
         checks: Whether arguments are checked here; the ops check them themselves.
     """
 
@@ -191,7 +194,7 @@ class Callers:
         name, size = group_and_size(group)
         b_parts = as_list(bs)
         outs = self._run(
-            "all_gather_scaled_matmul",
+            "all_gather_matmul",
             a_shard=a_shard,
             a_scale=a_scale,
             bs=b_parts,
@@ -324,9 +327,9 @@ class Callers:
             torch.distributed._functional_collectives (reduce_scatter_single); torch._scaled_mm.
         """
         name, size = group_and_size(group)
-        a_parts = operands_of("scaled_matmul_reduce_scatter", a)
+        a_parts = operands_of("matmul_reduce_scatter", a)
         out: Tensor = self._run(
-            "scaled_matmul_reduce_scatter",
+            "matmul_reduce_scatter",
             a_parts=a_parts,
             b_parts=as_list(b),
             a_scales=as_list(a_scales),
@@ -454,9 +457,9 @@ class Callers:
             torch.distributed._functional_collectives (all_reduce); torch._scaled_mm.
         """
         name, _ = group_and_size(group)
-        a_parts = operands_of("scaled_matmul_all_reduce", a)
+        a_parts = operands_of("matmul_all_reduce", a)
         out: Tensor = self._run(
-            "scaled_matmul_all_reduce",
+            "matmul_all_reduce",
             a_parts=a_parts,
             b_parts=as_list(b),
             a_scales=as_list(a_scales),

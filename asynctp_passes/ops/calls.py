@@ -1,87 +1,66 @@
-"""The calls of the six fused ops: their schemas, and the arguments of one call by their names in these.
+"""The calls of the three fused ops: the arguments of one call by their names, and the ops' schemas, made of these.
 
 An op's arguments become a `GatherCall` or a `ReduceCall` where it is called. The call goes through everything: checks
-(`checks`), fake results (`fake`), the reference program (`reference`), gradients (`autograd`), and the kernels of
-`asynctp_kernels`, which read it by attribute. In calls of the ops without scales, the arguments of scales are absent.
+(`checks`), fake results (`register`), the reference program (`reference`), gradients (`autograd`), and the kernels of
+`asynctp_kernels`, which read it by attribute. A new argument is a field; its place among the fields is that in the
+schema.
+
+Scales are optional: those of A, those of the Bs and `out_dtype` are there together, or none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["OPS", "SIGNATURES", "Call", "GatherCall", "ReduceCall", "Signature", "signature"]
-
-OPS = {
-    "all_gather_matmul": (
-        "(Tensor a_shard, Tensor[] bs, Tensor?[] biases, int gather_dim, bool return_a_full, int group_size, "
-        "Any group_name, bool? all_keep=None, int accord=0) -> Tensor[]"
-    ),
-    "all_gather_scaled_matmul": (
-        "(Tensor a_shard, Tensor a_scale, Tensor[] bs, Tensor[] b_scales, Tensor?[] biases, int gather_dim, "
-        "bool gather_a_scale, ScalarType out_dtype, bool use_fast_accum, bool return_a_full, int group_size, "
-        "Any group_name, Tensor? along_shard=None, bool? all_keep=None, int accord=0) -> Tensor[]"
-    ),
-    "matmul_reduce_scatter": (
-        "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, int scatter_dim, int group_size, "
-        "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None, int accord=0) -> Tensor"
-    ),
-    "scaled_matmul_reduce_scatter": (
-        "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
-        "str reduce_op, int scatter_dim, ScalarType out_dtype, bool use_fast_accum, int group_size, "
-        "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None, int accord=0) -> Tensor"
-    ),
-    "matmul_all_reduce": (
-        "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, Any group_name, "
-        "ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None, int accord=0) -> Tensor"
-    ),
-    "scaled_matmul_all_reduce": (
-        "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, Tensor?[] biases, "
-        "str reduce_op, ScalarType out_dtype, bool use_fast_accum, Any group_name, ScalarType? sum_dtype=None, "
-        "Tensor? added=None, float[]? factors=None, int accord=0) -> Tensor"
-    ),
-}
+__all__ = ["OPS", "SCALES", "SIGNATURES", "Call", "GatherCall", "ReduceCall", "Signature", "signature"]
 
 
 class GatherCall(NamedTuple):
-    """The arguments of a gather and its matmuls, with or without scales.
+    """The arguments of a gather and its matmuls.
 
     A named tuple is made in a fifth of the time that a frozen dataclass takes, and every eager call makes one. Kernels
     make a plan for its `values` and the layouts of its tensors.
 
     Attributes:
-        op: The op's name.
-        a_scale, b_scales, gather_a_scale, out_dtype, use_fast_accum: Of the op with scales; else absent.
-        along_shard: float32, one number per row of the shard (`[*, M/W, *, 1]`): gathered too, and returned last.
+        a_scale: float32: one number, or numbers of rows or blocks of A; of the shard's if `gather_a_scale`.
+        b_scales: float32: for each B one number, or numbers of columns or blocks.
+        gather_a_scale: `a_scale` is gathered with the shard.
+        out_dtype: Of the matmuls, with scales; None: that of A.
+        use_fast_accum: fp8 matmuls may be summed with less than float32's precision.
+        along_shard: float32, one number per row of the shard (`[*, M/W, *, 1]`), with scales that are not gathered:
+            gathered too, and returned last.
         all_keep: Every rank keeps the gathered A, the same on all ranks; None: as `return_a_full`.
         accord: What all ranks have agreed that this graph does otherwise than its program, as a number; 0: nothing.
+        op: The op's name, which is no argument.
     """
 
     a_shard: Tensor
     bs: Sequence[Tensor]
     biases: Sequence[Tensor | None]
-    group_name: Any
-    op: str
     gather_dim: int
     return_a_full: bool
     group_size: int
+    group_name: Any
+    a_scale: Tensor | None = None
+    b_scales: Sequence[Tensor] | None = None
     gather_a_scale: bool = False
     out_dtype: torch.dtype | None = None
     use_fast_accum: bool = False
+    along_shard: Tensor | None = None
     all_keep: bool | None = None
     accord: int = 0
-    a_scale: Tensor | None = None
-    b_scales: Sequence[Tensor] = ()
-    along_shard: Tensor | None = None
+    op: str = "all_gather_matmul"
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The arguments from `op` on that are no tensors: hashable."""
-        return self[4:-3]
+        """The arguments that are no tensors, lists or groups: hashable."""
+        return _gather_values(self)
 
     def given(self) -> set[str]:
         """The optional arguments that do not have their defaults."""
@@ -109,17 +88,14 @@ class GatherCall(NamedTuple):
 
 
 class ReduceCall(NamedTuple):
-    """The arguments of matmuls whose sum is reduce-scattered or all-reduced, with or without scales.
+    """The arguments of matmuls whose sum is reduce-scattered or all-reduced.
 
-    A named tuple as `GatherCall`.
+    A named tuple as `GatherCall`, whose arguments it shares.
 
     Attributes:
-        op: The op's name.
-        scatter_dim, group_size: None of an all-reduce.
-        out_dtype: Of the matmuls, with scales; None: that of the As.
-        a_scales, b_scales, use_fast_accum: Of the op with scales; else absent.
+        scatter_dim, group_size: None of an all-reduce, whose op does not have them.
+        a_scales, b_scales: float32: for each matmul one number each, or numbers of rows, columns or blocks.
         sum_dtype: Matmuls, once rounded, are converted to it before anything is added; None: not at all.
-        accord: As of a `GatherCall`.
         added: A term of the sum, after the matmuls.
         factors: A number for each matmul, which multiplies it, and maybe one more for the sum.
     """
@@ -127,24 +103,24 @@ class ReduceCall(NamedTuple):
     a_parts: Sequence[Tensor]
     b_parts: Sequence[Tensor]
     biases: Sequence[Tensor | None]
-    group_name: Any
-    op: str
     reduce_op: str
-    scatter_dim: int | None = None
-    group_size: int | None = None
+    scatter_dim: int | None
+    group_size: int | None
+    group_name: Any
+    a_scales: Sequence[Tensor] | None = None
+    b_scales: Sequence[Tensor] | None = None
     out_dtype: torch.dtype | None = None
     use_fast_accum: bool = False
     sum_dtype: torch.dtype | None = None
-    accord: int = 0
-    a_scales: Sequence[Tensor] = ()
-    b_scales: Sequence[Tensor] = ()
     added: Tensor | None = None
     factors: Sequence[float] | None = None
+    accord: int = 0
+    op: str = "matmul_reduce_scatter"
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The arguments from `op` on that are no tensors and no list: hashable."""
-        return self[4:-4]
+        """The arguments that are no tensors, lists or groups: hashable."""
+        return _reduce_values(self)
 
     def given(self) -> set[str]:
         """The optional arguments that do not have their defaults."""
@@ -157,6 +133,34 @@ class ReduceCall(NamedTuple):
 
 
 Call = GatherCall | ReduceCall
+SCALES = frozenset({"a_scale", "a_scales", "b_scales", "gather_a_scale", "out_dtype", "use_fast_accum"})
+"""The arguments of a call with scales, and of no other."""
+_OF_A_SCATTER = ("scatter_dim", "group_size")
+
+_SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Sequence[Tensor]: "Tensor[]",
+    Sequence[Tensor] | None: "Tensor[]?",
+    Sequence[Tensor | None]: "Tensor?[]",
+    Sequence[float] | None: "float[]?",
+    torch.dtype | None: "ScalarType?",
+    bool | None: "bool?",
+    bool: "bool",
+    int: "int",
+    int | None: "int",  # an all-reduce does not have it, and a reduce-scatter always
+    str: "str",
+    Any: "Any",
+}
+_VALUES = {torch.dtype | None, bool | None, bool, int, int | None, str}
+
+
+def _values_of(kind: type[Call]) -> Callable[[Call], tuple[Any, ...]]:
+    types = typing.get_type_hints(kind)
+    return itemgetter(*(place for place, name in enumerate(kind._fields) if types[name] in _VALUES))
+
+
+_gather_values, _reduce_values = _values_of(GatherCall), _values_of(ReduceCall)
 
 
 class Signature:
@@ -165,23 +169,26 @@ class Signature:
     Attributes:
         names: Of all arguments.
         needed: How many of them have no default.
-        defaults: Of the others, None or an integer.
+        defaults: Of the others, by name.
+        schema: The op's, as torch.library takes it.
     """
 
-    def __init__(self, op: str, kind: type[GatherCall] | type[ReduceCall]) -> None:
+    def __init__(self, op: str, kind: type[Call], results: str, absent: Sequence[str] = ()) -> None:
+        """absent: Fields of the call that the op does not have; None there."""
         self.op, self.kind = op, kind
-        arguments = OPS[op].partition("(")[2].partition(") -> ")[0].split(", ")
-        self.names = tuple(argument.split()[-1].partition("=")[0] for argument in arguments)
-        self.needed = sum("=" not in argument for argument in arguments)
-        texts = [argument.partition("=")[2] for argument in arguments[self.needed :]]
-        values = [None if text == "None" else int(text) for text in texts]
-        self.defaults: dict[str, int | None] = dict(zip(self.names[self.needed :], values, strict=True))
-        absent = [name for name in kind._fields if name not in (*self.names, "op")]
-        rest = (op, *(kind._field_defaults[name] for name in absent))
+        types, defaults = typing.get_type_hints(kind), kind._field_defaults
+        self.names = tuple(name for name in kind._fields if name not in (*absent, "op"))
+        self.defaults: dict[str, Any] = {name: defaults[name] for name in self.names if name in defaults}
+        self.needed = len(self.names) - len(self.defaults)
+        rest = {name: f"={value}" for name, value in self.defaults.items()}
+        listed = ", ".join(f"{_SCHEMA_TYPES[types[name]]} {name}{rest.get(name, '')}" for name in self.names)
+        self.schema = f"({listed}) -> {results}"
+        values, fixed = list(self.defaults.values()), (*[None] * len(absent), op)
         counts = range(self.needed, len(self.names) + 1)
-        self._rest = {count: (*values[count - self.needed :], *rest) for count in counts}
-        known = [*self.names, "op", *absent]
+        self._rest = {count: (*values[count - self.needed :], *fixed) for count in counts}
+        known = [*self.names, *absent, "op"]
         self._fields = itemgetter(*(known.index(name) for name in kind._fields))
+        self._named = {**dict.fromkeys(absent), "op": op}
 
     def call(self, *args: Any) -> Any:
         """The call with these arguments, as torch gives them to the op: those at the end may be left out.
@@ -192,7 +199,7 @@ class Signature:
 
     def named(self, arguments: Mapping[str, Any]) -> Any:
         """The call with these arguments; those that have a default may be left out."""
-        return self.kind(op=self.op, **arguments)
+        return self.kind(**{**self._named, **arguments})
 
     def given(self, call: Call) -> set[str]:
         """Those that have a default, and another value in a call."""
@@ -207,8 +214,15 @@ class Signature:
 
 
 SIGNATURES: dict[str, Signature] = {
-    op: Signature(op, GatherCall if op.startswith("all_gather") else ReduceCall) for op in OPS
+    one.op: one
+    for one in (
+        Signature("all_gather_matmul", GatherCall, "Tensor[]"),
+        Signature("matmul_reduce_scatter", ReduceCall, "Tensor"),
+        Signature("matmul_all_reduce", ReduceCall, "Tensor", absent=_OF_A_SCATTER),
+    )
 }
+OPS = {op: one.schema for op, one in SIGNATURES.items()}
+"""The schemas of the ops, by their names."""
 
 
 def signature(op: str) -> Signature:

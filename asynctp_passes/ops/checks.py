@@ -10,24 +10,18 @@ from torch import Tensor
 
 from asynctp_passes.ops.arguments import check_group, check_lengths, group_and_size, normalize_dim, require
 from asynctp_passes.ops.calls import Call, GatherCall, ReduceCall
-from asynctp_passes.ops.plain_collectives import FP8_DTYPES, gathered_shape
+from asynctp_passes.ops.plain_collectives import gathered_shape
+from asynctp_passes.ops.recipes import (
+    FP8_DTYPES,
+    RECIPES,
+    SCALE_DTYPE,
+    SCALED_AFTER_DTYPES,
+    Cover,
+    recipe_of,
+)
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-BLOCK = 128
-SCALINGS = (
-    ("one", "one"),
-    ("one", "rows"),
-    ("rows", "one"),
-    ("rows", "rows"),
-    ("1x128", "128x128"),
-    ("128x128", "1x128"),
-    ("1x128", "1x128"),
-)
-"""How A and B can be scaled together. `rows` means the columns of B, and a block is of rows or columns x 128 of K."""
-BLOCKWISE = {"1x128", "128x128"}
 SCALED_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SCALED_AFTER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)
-"""Dtypes besides fp8 that the scaled ops take: a matmul is made in its own dtype (int32 of int8), then scaled."""
 WIDENED = (torch.bfloat16, torch.float16)
 """Dtypes of products that can be summed in float32."""
 REDUCE_OPS = ("sum", "avg")
@@ -66,14 +60,15 @@ def _check_gather(call: GatherCall, sizes: bool) -> None:
     op, a_shard = call.op, call.a_shard
     check_lengths(op, len(call.bs), {"bs": call.bs, "biases": call.biases})
     dim = _check_dim(op, "gather_dim", call.gather_dim, a_shard.ndim)
+    _check_scales_given(call, call.a_scale)
     for i, (b, bias) in enumerate(zip(call.bs, call.biases, strict=True)):
         _check_product(op, ("a_shard", f"bs[{i}]", f"biases[{i}]"), a_shard, b, bias, call.out_dtype)
-    if call.a_scale is not None:
+    if call.b_scales is not None:
         check_lengths(op, len(call.bs), {"b_scales": call.b_scales})
         rowwise_in_contraction = call.gather_a_scale and dim == a_shard.ndim - 1
         limit = "False when the last dimension is gathered: one row would have another scale on every rank"
         require(not rowwise_in_contraction, op, "gather_a_scale", True, limit)
-        _check_along(call, dim)
+    _check_along(call, dim)
     if sizes:
         _check_gather_sizes(call, dim)
 
@@ -81,8 +76,9 @@ def _check_gather(call: GatherCall, sizes: bool) -> None:
 def _check_along(call: GatherCall, dim: int) -> None:
     op, along, ndim = call.op, call.along_shard, call.a_shard.ndim
     if along is not None:
-        limit = "absent where a_scale is gathered, or the last dimension: one number per row travels with the data"
-        require(not call.gather_a_scale and dim < ndim - 1, op, "along_shard", _describe(along), limit)
+        limit = "absent without scales, where a_scale is gathered, or the last dimension: it is gathered with the data"
+        free = call.a_scale is not None and not call.gather_a_scale and dim < ndim - 1
+        require(free, op, "along_shard", _describe(along), limit)
         fits = along.ndim == ndim and along.dtype == torch.float32
         require(fits, op, "along_shard", _describe(along), f"float32, of {ndim} dimensions as a_shard")
 
@@ -93,9 +89,9 @@ def _check_gather_sizes(call: GatherCall, dim: int) -> None:
     for i, (b, bias) in enumerate(zip(call.bs, call.biases, strict=True)):
         _check_inner(op, "gathered A", full, f"bs[{i}]", b)
         _check_bias(op, f"biases[{i}]", bias, b)
-    if call.a_scale is not None:
+    if call.a_scale is not None and call.b_scales is not None:
         rows = shard if call.gather_a_scale else full
-        _check_a_scale(op, "a_scale", call.a_scale, rows, tensorwise_allowed=not call.gather_a_scale)
+        _check_a_scale(op, "a_scale", call.a_scale, rows, one_allowed=not call.gather_a_scale)
         if (along := call.along_shard) is not None:
             limit = f"of shape {[*shard[:-1], 1]}: one number per row"
             require(tuple(along.shape) == (*shard[:-1], 1), op, "along_shard", _describe(along), limit)
@@ -110,13 +106,14 @@ def _check_reduction(call: ReduceCall, sizes: bool) -> None:
     check_lengths(op, len(a_parts), {"a_parts": a_parts, "b_parts": b_parts, "biases": call.biases})
     require(call.reduce_op in REDUCE_OPS, op, "reduce_op", call.reduce_op, f"one of {REDUCE_OPS}")
     _check_ndim(op, a_parts[0].ndim)
+    _check_scales_given(call, call.a_scales)
     scaled = call.out_dtype is not None
     for i, (a, b, bias) in enumerate(zip(a_parts, b_parts, call.biases, strict=True)):
         _check_product(op, (f"a_parts[{i}]", f"b_parts[{i}]", f"biases[{i}]"), a, b, bias, call.out_dtype)
         alike = a.ndim == a_parts[0].ndim and (scaled or a.dtype == a_parts[0].dtype)
         limit = f"of the rank and dtype of a_parts[0], {_describe(a_parts[0])}"
         require(alike, op, f"a_parts[{i}]", _describe(a), limit)
-    if scaled:
+    if call.a_scales is not None and call.b_scales is not None:
         check_lengths(op, len(a_parts), {"a_scales": call.a_scales, "b_scales": call.b_scales})
     _check_optional(call)
     if sizes:
@@ -171,13 +168,25 @@ def _check_sum_sizes(call: ReduceCall) -> None:
         same = (*a.shape[:-1], b.shape[1]) == product
         limit = f"of the first product's shape {product}, since the products are added"
         require(same, op, f"product {i}", (*a.shape[:-1], b.shape[1]), limit)
-    for i, (a_scale, b_scale) in enumerate(zip(call.a_scales, call.b_scales, strict=True)):
+    for i, (a_scale, b_scale) in enumerate(zip(call.a_scales or (), call.b_scales or (), strict=True)):
         a, b = call.a_parts[i], call.b_parts[i]
         _check_a_scale(op, f"a_scales[{i}]", a_scale, a.shape)
         _check_b_scale(op, f"b_scales[{i}]", b_scale, b)
         _check_pair(op, f"a_scales[{i}] and b_scales[{i}]", (a_scale, a.shape), (b_scale, b))
     limit = f"of the products' shape {list(product)}; expand it first"
     require(added is None or added.shape == product, op, "added", added is not None and _describe(added), limit)
+
+
+def _check_scales_given(call: Call, of_a: Tensor | Sequence[Tensor] | None) -> None:
+    """All that says how a call is scaled is there, or nothing of it."""
+    name = "a_scale" if isinstance(call, GatherCall) else "a_scales"
+    parts = {name: of_a, "b_scales": call.b_scales, "out_dtype": call.out_dtype}
+    given = [each for each, value in parts.items() if value is not None]
+    limit = f"all of {', '.join(parts)}, or none of them"
+    require(len(given) in (0, len(parts)), call.op, "given", given, limit)
+    gathered = isinstance(call, GatherCall) and call.gather_a_scale
+    for each, value in (("gather_a_scale", gathered), ("use_fast_accum", call.use_fast_accum)):
+        require(bool(given) or not value, call.op, each, value, "False without scales")
 
 
 # --- of each matmul ------------------------------------------------------------------------------------------------
@@ -241,55 +250,29 @@ def _check_bias(op: str, name: str, bias: Tensor | None, b: Tensor) -> None:
         require(fits, op, name, _describe(bias), f"of shape [{n}] or [1, {n}]: one number per output column")
 
 
-def _check_a_scale(op: str, name: str, scale: Tensor, rows: Sequence[int], tensorwise_allowed: bool = True) -> None:
-    shapes = _shapes_of_a_scale(rows)
-    fits = tuple(scale.shape) in shapes.values() or (tensorwise_allowed and scale.numel() == 1)
-    tensorwise = "one number, or " if tensorwise_allowed else ""
-    limit = f"float32, {tensorwise}of shape {' or '.join(f'{list(shape)} ({kind})' for kind, shape in shapes.items())}"
-    require(fits and scale.dtype == torch.float32, op, name, _describe(scale), limit)
+def _check_a_scale(op: str, name: str, scale: Tensor, a: Sequence[int], one_allowed: bool = True) -> None:
+    covers = {each.a: each.a.shape_of_a(a) for each in RECIPES if each.a.lines}
+    _check_scale(op, name, scale, covers, one_allowed)
 
 
 def _check_b_scale(op: str, name: str, scale: Tensor, b: Tensor) -> None:
-    shapes = _shapes_of_b_scale(b)
-    fits = scale.numel() == 1 or tuple(scale.shape) in shapes.values()
-    limit = f"float32, one number, or of shape {' or '.join(f'{list(at)} ({kind})' for kind, at in shapes.items())}"
-    require(fits and scale.dtype == torch.float32, op, name, _describe(scale), limit)
+    _check_scale(op, name, scale, {each.b: each.b.shape_of_b(b.shape) for each in RECIPES if each.b.lines})
+
+
+def _check_scale(
+    op: str, name: str, scale: Tensor, shapes: dict[Cover, tuple[int, ...] | None], one_allowed: bool = True
+) -> None:
+    """A scale has one of these shapes; None: an operand has no whole blocks."""
+    fits = tuple(scale.shape) in shapes.values() or (one_allowed and scale.numel() == 1)
+    told = " or ".join(f"{list(shape)} ({cover.name})" for cover, shape in shapes.items() if shape is not None)
+    limit = f"float32, {'one number, or ' if one_allowed else ''}of shape {told}"
+    require(fits and scale.dtype == SCALE_DTYPE, op, name, _describe(scale), limit)
 
 
 def _check_pair(op: str, names: str, of_a: tuple[Tensor, Sequence[int]], of_b: tuple[Tensor, Tensor]) -> None:
-    shapes = [list(of_a[0].shape), list(of_b[0].shape)]
-    limit = f"scaled in one of these ways: {', '.join(f'{a} x {b}' for a, b in SCALINGS)}"
-    recipe = scaling_of(of_a, of_b)
+    shapes, dtype = [list(of_a[0].shape), list(of_b[0].shape)], of_b[1].dtype
+    recipe = recipe_of(of_a, (of_b[0], of_b[1].shape))
+    limit = f"scaled in one of these ways: {', '.join(' x '.join(each.names) for each in RECIPES)}"
     require(recipe is not None, op, names, shapes, limit)
-    blocks = recipe is not None and not BLOCKWISE.isdisjoint(recipe)
     limit = "one number or by rows: only fp8 operands have scales of blocks"
-    require(not blocks or of_b[1].dtype in FP8_DTYPES, op, names, shapes, limit)
-
-
-def scaling_of(of_a: tuple[Tensor, Sequence[int]], of_b: tuple[Tensor, Tensor]) -> tuple[str, str] | None:
-    """Which of `SCALINGS` the scales of an A (with its shape) and a B (with it) are, by their shapes."""
-    kinds_a = _kinds(of_a[0], _shapes_of_a_scale(of_a[1]))
-    kinds_b = _kinds(of_b[0], _shapes_of_b_scale(of_b[1]))
-    return next((pair for pair in SCALINGS if pair[0] in kinds_a and pair[1] in kinds_b), None)
-
-
-def _kinds(scale: Tensor, shapes: dict[str, tuple[int, ...]]) -> set[str]:
-    one = {"one"} if scale.numel() == 1 else set()
-    return one | {kind for kind, shape in shapes.items() if shape == tuple(scale.shape)}
-
-
-def _shapes_of_a_scale(a: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """How the scales of an A of this shape can be arranged; blocks of 128 rows must be whole."""
-    *lead, rows, depth = a
-    shapes: dict[str, tuple[int, ...]] = {"rows": (*lead, rows, 1), "1x128": (*lead, rows, _blocks(depth))}
-    return shapes | ({} if rows % BLOCK else {"128x128": (*lead, rows // BLOCK, _blocks(depth))})
-
-
-def _shapes_of_b_scale(b: Tensor) -> dict[str, tuple[int, ...]]:
-    depth, columns = b.shape
-    along = _blocks(depth)
-    return {"rows": (1, columns), "1x128": (along, columns), "128x128": (along, _blocks(columns))}
-
-
-def _blocks(size: int) -> int:
-    return -(-size // BLOCK)
+    require(recipe is None or dtype in recipe.dtypes, op, names, shapes, limit)

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_passes import compat
 from asynctp_passes.ops import plain_collectives as plain
 from asynctp_passes.ops.arguments import check_group, group_and_size
 from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.ops.choice import overlapped
-from asynctp_passes.ops.registration import register
+from asynctp_passes.ops.register import register
+from asynctp_passes.torch_private import process_groups, torch_ops
 
 __all__ = ["OPS", "all_gather", "all_reduce", "reduce_scatter"]
 
@@ -57,7 +57,7 @@ def _real_all_gather(
 
     _check_dims("all_gather", shard)
     if (cuda := overlapped(shard)) is not None:
-        group = compat.process_group(group_name)
+        group = process_groups.process_group(group_name)
         found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check, all_keep, copy, accord)
         if found is not None:
             return found
@@ -66,7 +66,7 @@ def _real_all_gather(
     fp8 = shard.dtype in plain.FP8_DTYPES  # gloo has no such type
     wire = shard.view(torch.uint8) if fp8 else shard
     gather = torch.ops._c10d_functional.all_gather_into_tensor
-    full: Tensor = gather(wire, group_size, compat.group_name_of(group_name))
+    full: Tensor = gather(wire, group_size, process_groups.group_name_of(group_name))
     return full.view(shard.dtype) if fp8 else full
 
 
@@ -79,7 +79,7 @@ def _real_reduce_scatter(
 
     _check_dims("reduce_scatter", whole)
     if (cuda := overlapped(whole)) is not None:
-        group = compat.process_group(group_name)
+        group = process_groups.process_group(group_name)
         found: Tensor | None = cuda.run_bulk_scatter(whole, reduce_op, group_size, group, check, copy, accord)
         if found is not None:
             return found
@@ -88,7 +88,7 @@ def _real_reduce_scatter(
     if whole.device.type == "cpu" and reduce_op == "avg":  # gloo has no average: complete, then divided
         return plain.reduce_scatter(whole, reduce_op, 0, group_size, group_name)
     scatter = torch.ops._c10d_functional.reduce_scatter_tensor
-    shard: Tensor = scatter(whole, reduce_op, group_size, compat.group_name_of(group_name))
+    shard: Tensor = scatter(whole, reduce_op, group_size, process_groups.group_name_of(group_name))
     return shard
 
 
@@ -99,20 +99,20 @@ def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any, accord: in
 
     cuda = overlapped(tensor)
     if (run := getattr(cuda, "run_bulk_all_reduce", None)) is not None:
-        found: Tensor | None = run(tensor, reduce_op, compat.process_group(group_name), check, accord)
+        found: Tensor | None = run(tensor, reduce_op, process_groups.process_group(group_name), check, accord)
         if found is not None:
             return found
     check()
     if tensor.device.type == "cpu" and reduce_op == "avg":  # gloo has no average: complete, then divided
         return plain.all_reduce(tensor.contiguous(), reduce_op, group_name)
     total: Tensor = torch.ops._c10d_functional.all_reduce(
-        tensor.contiguous(), reduce_op, compat.group_name_of(group_name)
+        tensor.contiguous(), reduce_op, process_groups.group_name_of(group_name)
     )
     return total
 
 
 def _real_wait(result: Tensor, source: Tensor) -> Tensor:
-    with compat.below_autograd():
+    with torch_ops.below_autograd():
         done: Tensor = torch.ops._c10d_functional.wait_tensor.default(result)
     return done
 

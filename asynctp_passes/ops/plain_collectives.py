@@ -10,12 +10,11 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from asynctp_passes import compat
 from asynctp_passes.ops.arguments import group_and_size, normalize_dim
+from asynctp_passes.ops.recipes import FP8_DTYPES
+from asynctp_passes.torch_private import process_groups
 
 __all__ = ["FP8_DTYPES", "Mover", "all_reduce", "gather", "gather_with", "gathered_shape", "reduce_scatter"]
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Mover(Protocol):
@@ -64,7 +63,7 @@ def gather(shard: Tensor, dim: int, group_size: int, group_name: Any) -> Tensor:
     fp8 = shard.dtype in FP8_DTYPES
     wire = (shard.view(torch.uint8) if fp8 else shard).contiguous()
     c10d = torch.ops._c10d_functional
-    stacked = c10d.wait_tensor(c10d.all_gather_into_tensor(wire, group_size, compat.group_name_of(group_name)))
+    stacked = c10d.wait_tensor(c10d.all_gather_into_tensor(wire, group_size, process_groups.group_name_of(group_name)))
     full = _joined(stacked.view(group_size, *shard.shape), normalize_dim(dim, shard.ndim))
     return full.view(shard.dtype) if fp8 else full
 
@@ -84,7 +83,9 @@ def reduce_scatter(
     divide = reduce_op == "avg" and full.device.type == "cpu"
     c10d = torch.ops._c10d_functional
     op = "sum" if divide else reduce_op
-    block = c10d.wait_tensor(c10d.reduce_scatter_tensor(blocks, op, group_size, compat.group_name_of(group_name)))
+    block = c10d.wait_tensor(
+        c10d.reduce_scatter_tensor(blocks, op, group_size, process_groups.group_name_of(group_name))
+    )
     shard: Tensor = block.view(blocks.shape[1:])
     return (shard / group_size).to(shard.dtype) if divide else shard
 
@@ -103,8 +104,8 @@ def all_reduce(
     if in_place and not torch.compiler.is_compiling():
         op = ReduceOp.AVG if reduce_op == "avg" and not divide else ReduceOp.SUM
         total = partial.contiguous()
-        torch.distributed.all_reduce(total, op, group=compat.process_group(group_name))
+        torch.distributed.all_reduce(total, op, group=process_groups.process_group(group_name))
     else:
         c10d, name = torch.ops._c10d_functional, "sum" if divide else reduce_op
-        total = c10d.wait_tensor(c10d.all_reduce(partial, name, compat.group_name_of(group_name)))
+        total = c10d.wait_tensor(c10d.all_reduce(partial, name, process_groups.group_name_of(group_name)))
     return total / group_and_size(group_name)[1] if divide else total

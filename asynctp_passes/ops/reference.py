@@ -1,8 +1,8 @@
 """The reference programs: what every fused op must equal, in plain functional collectives and matmuls.
 
 `run` is the program of any call, whose arguments are checked already; the ops run it wherever no kernel takes over.
-The functions with the ops' names check their arguments, take any spelling of a process group and are meant to be called
-by hand. The `unfused_*` functions have the ops' own argument lists.
+The functions with the callers' names check their arguments, take any spelling of a process group and are meant to be
+called by hand. The `unfused_*` functions have the ops' own argument lists.
 
 Numerics: every matmul is rounded once to its output dtype (bias included), converted to `sum_dtype` if there is one,
 and multiplied by its factor if there are `factors`. Then the matmuls are added in list order, `added` last; that is
@@ -24,13 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_passes import compat
 from asynctp_passes.ops.arguments import group_and_size
 from asynctp_passes.ops.callers import Callers
 from asynctp_passes.ops.calls import OPS, SIGNATURES, Call, GatherCall, ReduceCall
-from asynctp_passes.ops.checks import BLOCK, BLOCKWISE, scaling_of
 from asynctp_passes.ops.plain_collectives import (
-    FP8_DTYPES,
     Mover,
     all_reduce,
     gather,
@@ -38,6 +35,8 @@ from asynctp_passes.ops.plain_collectives import (
     gathered_shape,
     reduce_scatter,
 )
+from asynctp_passes.ops.recipes import BLOCK, FP8_DTYPES, Recipe, blocks_in, recipe_of
+from asynctp_passes.torch_private import torch_ops
 
 __all__ = [
     "Callers",
@@ -58,11 +57,8 @@ __all__ = [
     "scaled_product",
     "split_factors",
     "unfused_all_gather_matmul",
-    "unfused_all_gather_scaled_matmul",
     "unfused_matmul_all_reduce",
     "unfused_matmul_reduce_scatter",
-    "unfused_scaled_matmul_all_reduce",
-    "unfused_scaled_matmul_reduce_scatter",
 ]
 
 
@@ -97,7 +93,7 @@ def _rows(a: Tensor) -> Tensor:
 
 def _sum(call: ReduceCall) -> Tensor:
     """The matmuls in list order, `added` last, in `sum_dtype`, to which they are converted first; None: their own."""
-    scales: Sequence[Tensor | None] = call.a_scales or [None] * len(call.a_parts)
+    scales: Sequence[Tensor | None] = [None] * len(call.a_parts) if call.a_scales is None else call.a_scales
     matmuls = [_matmul(call, i, a, a_scale) for i, (a, a_scale) in enumerate(zip(call.a_parts, scales, strict=True))]
     terms = matmuls if call.sum_dtype is None else [one.to(call.sum_dtype) for one in matmuls]
     each, of_sum = split_factors(call.factors, len(matmuls))
@@ -110,7 +106,7 @@ def _sum(call: ReduceCall) -> Tensor:
 def _matmul(call: Call, i: int, a: Tensor, a_scale: Tensor | None) -> Tensor:
     """`a` by operand `i` of the call."""
     b, bias = call.bs[i] if isinstance(call, GatherCall) else call.b_parts[i], call.biases[i]
-    if a_scale is None or call.out_dtype is None:
+    if a_scale is None or call.b_scales is None or call.out_dtype is None:
         return product(a, b, bias)
     return scaled_product(a, b, a_scale, call.b_scales[i], bias, call.out_dtype, call.use_fast_accum)
 
@@ -130,7 +126,7 @@ def multiplied(tensor: Tensor, factor: float) -> Tensor:
 def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """`a @ b + bias`, rounded once; of int8 in int32, without a bias."""
     if a.dtype == torch.int8:
-        flat = compat.int_mm(_rows(a), b)
+        flat = torch_ops.int_mm(_rows(a), b)
     else:
         flat = torch.mm(_rows(a), b) if bias is None else torch.addmm(bias, _rows(a), b)
     return flat.view(*a.shape[:-1], b.shape[1])
@@ -147,12 +143,13 @@ def scaled_product(
 ) -> Tensor:
     """`(a × a_scale) @ (b × b_scale) + bias`, rounded once to `out_dtype`."""
     rows = _rows(a)
-    recipe = scaling_of((a_scale, a.shape), (b_scale, b))
-    if recipe is not None and BLOCKWISE.isdisjoint(recipe) and a.dtype not in FP8_DTYPES:
+    recipe = recipe_of((a_scale, a.shape), (b_scale, b.shape))
+    in_blocks = recipe is not None and recipe.in_blocks
+    if recipe is not None and not in_blocks and a.dtype not in FP8_DTYPES:
         exact, row_scale = product(rows, b, None).float(), a_scale.reshape(-1, 1)
         flat = _finish(exact, row_scale, b_scale.reshape(1, -1), bias, out_dtype)
         return flat.view(*a.shape[:-1], b.shape[1])
-    if recipe is not None and BLOCKWISE.issuperset(recipe):
+    if recipe is not None and in_blocks:
         flat = _product_in_blocks(rows, b, _rows(a_scale), b_scale, recipe, bias, out_dtype, use_fast_accum)
         return flat.view(*a.shape[:-1], b.shape[1])
     row_scale = a_scale.reshape(()) if a_scale.numel() == 1 else a_scale.reshape(-1, 1)
@@ -166,7 +163,7 @@ def _product_in_blocks(
     b: Tensor,
     a_scale: Tensor,
     b_scale: Tensor,
-    recipe: tuple[str, str],
+    recipe: Recipe,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
@@ -177,14 +174,15 @@ def _product_in_blocks(
         return (product if bias is None else product + bias.float()).to(out_dtype)
     if b.stride(0) != 1:
         b = b.t().contiguous().t()
-    of_a = _columns_first(a_scale) if recipe[0] == "1x128" else _padded_columns(a_scale.t())
-    of_b = _columns_first(b_scale.t()) if recipe[1] == "1x128" else _padded_columns(b_scale)
-    operands, fits = (rows, b, of_a, of_b, recipe), bias is None or bias.dtype == out_dtype != torch.float32
+    of_a = _columns_first(a_scale) if recipe.a.lines == 1 else _padded_columns(a_scale.t())
+    of_b = _columns_first(b_scale.t()) if recipe.b.lines == 1 else _padded_columns(b_scale)
+    operands = (rows, b, of_a, of_b, recipe.scaling_types)
+    fits = bias is None or bias.dtype == out_dtype != torch.float32
     if fits:
         row = None if bias is None else bias.reshape(-1)
-        return compat.scaled_mm_in_blocks(*operands, row, out_dtype, use_fast_accum)
+        return torch_ops.scaled_mm_in_blocks(*operands, row, out_dtype, use_fast_accum)
     assert bias is not None
-    return (compat.scaled_mm_in_blocks(*operands, None, torch.float32, use_fast_accum) + bias.float()).to(out_dtype)
+    return (torch_ops.scaled_mm_in_blocks(*operands, None, torch.float32, use_fast_accum) + bias.float()).to(out_dtype)
 
 
 def _each(scale: Tensor, shape: Sequence[int]) -> Tensor:
@@ -203,7 +201,7 @@ def _columns_first(scale: Tensor) -> Tensor:
 def _padded_columns(scale: Tensor) -> Tensor:
     """Scales of 128x128 blocks as torch wants them: [K/128, *], columns contiguous, padded to a multiple of 4 rows."""
     depth, columns = scale.shape
-    padded = scale.new_zeros((columns, -(-depth // 4) * 4)).t()
+    padded = scale.new_zeros((columns, blocks_in(depth, 4) * 4)).t()
     padded[:depth].copy_(scale)
     return padded
 
@@ -232,9 +230,9 @@ def _scaled_mm(
     bias_fits = bias is None or (bias.dtype == out_dtype and out_dtype != torch.float32)
     if (tensorwise or rowwise) and bias_fits:
         row = None if bias is None else bias.reshape(-1)
-        return compat.scaled_mm(rows, b, row_scale, column_scale, row, out_dtype, use_fast_accum)
+        return torch_ops.scaled_mm(rows, b, row_scale, column_scale, row, out_dtype, use_fast_accum)
     one = row_scale.new_ones(())
-    product = compat.scaled_mm(rows, b, one, one, None, torch.float32, use_fast_accum)
+    product = torch_ops.scaled_mm(rows, b, one, one, None, torch.float32, use_fast_accum)
     return _finish(product, row_scale, column_scale, bias, out_dtype)
 
 
@@ -248,11 +246,8 @@ UNFUSED = types.SimpleNamespace(**{op: functools.partial(_unfused, op) for op in
 """The programs with the ops' argument lists, by the names of the ops."""
 
 unfused_all_gather_matmul = UNFUSED.all_gather_matmul
-unfused_all_gather_scaled_matmul = UNFUSED.all_gather_scaled_matmul
 unfused_matmul_reduce_scatter = UNFUSED.matmul_reduce_scatter
-unfused_scaled_matmul_reduce_scatter = UNFUSED.scaled_matmul_reduce_scatter
 unfused_matmul_all_reduce = UNFUSED.matmul_all_reduce
-unfused_scaled_matmul_all_reduce = UNFUSED.scaled_matmul_all_reduce
 
 _callers = Callers(UNFUSED, checks=True)
 all_gather_matmul = _callers.all_gather_matmul

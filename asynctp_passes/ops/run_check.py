@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_passes import compat
 from asynctp_passes.errors import DisagreementError
-from asynctp_passes.ops.registration import register
+from asynctp_passes.ops.register import register
+from asynctp_passes.torch_private import process_groups
 from asynctp_passes.waiting import looks, ranks_named
 
 __all__ = ["begin", "has_begun", "is_awaited", "run_check"]
@@ -76,7 +76,7 @@ def has_begun(group: Any) -> bool:
     return group in _runs
 
 
-def is_awaited(peers: compat.Peers) -> bool:
+def is_awaited(peers: process_groups.Peers) -> bool:
     """Whether a rank has come to a collective of a graph to which this rank has not."""
     own = _runs.get(peers.group)
     at, others = f"asynctp/{peers.life}/runs", [rank for rank in peers.ranks if rank != peers.rank]
@@ -97,7 +97,7 @@ def run_check(accord: int, count: int, group_name: str) -> None:
         DisagreementError: Another rank runs a graph of another accord, and all ranks raise; a rank has not come within
             the timeout of the group; or its store failed. Nothing was sent, and the ranks may run alike graphs next.
     """
-    peers = compat.peers_of(group_name)
+    peers = process_groups.peers_of(group_name)
     if peers is None or (not accord and peers.group not in _runs):
         return
     begin(peers.group)
@@ -117,7 +117,7 @@ def run_check(accord: int, count: int, group_name: str) -> None:
     _runs[peers.group].made += count
 
 
-def _compare(peers: compat.Peers, accord: int, own: _Runs, count: int, group_name: str) -> None:
+def _compare(peers: process_groups.Peers, accord: int, own: _Runs, count: int, group_name: str) -> None:
     """Wait until all ranks have said the same of this place.
 
     Raises:
@@ -125,7 +125,7 @@ def _compare(peers: compat.Peers, accord: int, own: _Runs, count: int, group_nam
     """
     at, start = f"asynctp/{peers.life}/runs", own.made
     peers.store.set(f"{at}/{peers.rank}", json.dumps([start, start + count, accord, own.raised]))
-    limit, left = compat.group_timeout_s(peers.group), [rank for rank in peers.ranks if rank != peers.rank]
+    limit, left = process_groups.group_timeout_s(peers.group), [rank for rank in peers.ranks if rank != peers.rank]
 
     def warn() -> None:
         log.warning(
@@ -155,7 +155,7 @@ def _compare(peers: compat.Peers, accord: int, own: _Runs, count: int, group_nam
     )
 
 
-def _said_by(peers: compat.Peers, at: str) -> tuple[int, int, int, int]:
+def _said_by(peers: process_groups.Peers, at: str) -> tuple[int, int, int, int]:
     """The place that a rank is at, or was last, its accord, and how often it raised before."""
     if not peers.store.check([at]):
         return 0, 0, 0, 0
@@ -163,7 +163,7 @@ def _said_by(peers: compat.Peers, at: str) -> tuple[int, int, int, int]:
     return first, end, accord, raised
 
 
-def _told(peers: compat.Peers, accord: int) -> str:
+def _told(peers: process_groups.Peers, accord: int) -> str:
     """The graphs of an accord, in words."""
     at = f"asynctp/accords/{accord}"
     if not accord:
@@ -175,7 +175,7 @@ def _told(peers: compat.Peers, accord: int) -> str:
 
 # --- registration -----------------------------------------------------------------------------------------------
 def _real(beside: Tensor, accord: int, count: int, group_name: Any) -> Tensor:
-    run_check(accord, count, compat.group_name_of(group_name))
+    run_check(accord, count, process_groups.group_name_of(group_name))
     return _fake(beside, accord, count, group_name)
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.collectives import WAIT
 from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, tensor_of, traits_of, value_of
@@ -39,6 +39,7 @@ from asynctp_passes.planning.cost_model import bytes_of
 from asynctp_passes.planning.deviations import Words
 from asynctp_passes.planning.legality import SMALL_BYTES, Context
 from asynctp_passes.planning.overlap import order_beside
+from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = ["deviations_of", "find_buckets"]
 
@@ -69,7 +70,7 @@ def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket
         context: The graph, its in-place operations and the configuration.
     """
     candidates = {d.candidate.collective.node: d.candidate.collective for d in decisions if _eligible(d, context)}
-    if not context.config.bucket or len(candidates) < 2:
+    if "bucket" in context.config.skip or len(candidates) < 2:
         return []
     steps, inputs = _steps(context, decisions, candidates)
     windows = _windows(steps, candidates, inputs)
@@ -147,7 +148,7 @@ def _eligible(decision: Decision, context: Context) -> bool:
     if collective.reduce_op not in EXTREMES or not context.config.enrolls(collective.group_key):
         return False
     size, result = bytes_of(collective.input), tensor_of(collective.node)
-    if size is None or result is None or not compat.is_contiguous(result):
+    if size is None or result is None or not symbolic_sizes.is_contiguous(result):
         return False
     awaited = bool(collective.waits) and set(collective.node.users) == set(collective.waits)
     return 0 < size <= SMALL_BYTES and awaited

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
@@ -20,6 +19,7 @@ from asynctp_passes.matching.find import find
 from asynctp_passes.planning.deviations import Words
 from asynctp_passes.planning.legality import CHECKS, Context, blind_calls, is_tensor_parallel, ranks_alike
 from asynctp_passes.reasons import RANKS_DIFFER, RESULT_DROPPED, Refusal
+from asynctp_passes.torch_private import partitioner
 
 __all__ = ["allowed", "decide", "decide_graph", "unused_collectives", "without"]
 
@@ -61,7 +61,7 @@ def unused_collectives(graph: fx.Graph, collectives: Sequence[Collective], confi
     phase = phase_of(graph)
     if phase == "inference":
         return frozenset()
-    left = [one for one in collectives if phase == "backward" or compat.is_of_backward(one.node)]
+    left = [one for one in collectives if phase == "backward" or partitioner.is_of_backward(one.node)]
     of_gradients = reachable(tangents_of(graph), lambda node: node.users)
     ours = {one.node: one for one in left if _can_go(one, config) and one.node not in of_gradients}
     waits = {wait for one in ours.values() for wait in one.waits}

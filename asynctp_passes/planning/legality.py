@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops, reasons
+from asynctp_passes import ops, reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
@@ -25,6 +25,7 @@ from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.planning.cost_model import bytes_of, cost_of, hoist_pays
 from asynctp_passes.planning.deviations import LOCAL, Words
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = [
     "CHECKS",
@@ -180,7 +181,7 @@ def can_be_alone(collective: Collective) -> bool:
         return False
     if mutates(collective.node) or tensor_of(collective.input) is None or (value.dim() == 0 and not reduces):
         return False
-    known = compat.is_contiguous(value) or compat.axes_by_stride(value) is not None
+    known = symbolic_sizes.is_contiguous(value) or symbolic_sizes.axes_by_stride(value) is not None
     extreme = collective.kind == "all_reduce" and collective.reduce_op in EXTREMES
     return known and (not reduces or collective.reduce_op in REDUCE_OPS or extreme)
 
@@ -209,7 +210,7 @@ def _is_compared(collective: Collective, config: Config) -> bool:
     if dtype not in _OUT_DTYPES:
         return False
     limit = CONTRACTION_LIMIT // 2 if kind == "all_reduce" else CONTRACTION_LIMIT
-    even = compat.statically_known_multiple(value_of(collective.input).numel(), 16 * ranks // dtype.itemsize)
+    even = symbolic_sizes.statically_known_multiple(value_of(collective.input).numel(), 16 * ranks // dtype.itemsize)
     return even if own is None else 0 < own < _INT32_LIMIT * ranks and (even or own <= limit)
 
 
@@ -312,8 +313,8 @@ def values_known(candidate: Candidate, context: Context) -> Refusal | None:
     nodes = [node for matmul in chain.matmuls for node in (matmul.node, matmul.a, *matmul.operands)]
     nodes += [*chain.inputs, chain.collective.node]
     nodes += chain.made_anew
-    mode = compat.fake_mode_of(tensor_of(nodes[0]))
-    unknown = next((node for node in nodes if compat.fake_mode_of(tensor_of(node)) is not mode), None)
+    mode = symbolic_sizes.fake_mode_of(tensor_of(nodes[0]))
+    unknown = next((node for node in nodes if symbolic_sizes.fake_mode_of(tensor_of(node)) is not mode), None)
     if mode is not None and unknown is None:
         return None
     return Refusal(reasons.SHAPE_UNKNOWN, (unknown or nodes[0]).name)
@@ -378,16 +379,17 @@ def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
 
 
 def blocks_of_rows_whole(candidate: Candidate, context: Context) -> Refusal | None:
-    """Blocks of 128 rows of A may not have rows of two ranks."""
+    """Blocks of several rows of A may not have rows of two ranks."""
     chain = candidate.chain
     tall = next((m for m in _matmuls(candidate) if m.scaled is not None and m.scaled.of_a.rows > 1), None)
     if chain is None or tall is None:
         return None
     place, value = chain.placement, tensor_of(tall.a)
     rows = place.inner if place is not None and place.axis == "rows" else None if value is None else value.shape[0]
-    if isinstance(rows, int) and rows % 128 == 0:
+    together = 1 if tall.scaled is None else tall.scaled.of_a.rows
+    if isinstance(rows, int) and rows % together == 0:
         return None
-    return Refusal(reasons.SCALES_BLOCKWISE, f"{tall.node.name}: {rows} rows together, in blocks of 128")
+    return Refusal(reasons.SCALES_BLOCKWISE, f"{tall.node.name}: {rows} rows together, in blocks of {together}")
 
 
 def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
@@ -433,6 +435,12 @@ def above_threshold(candidate: Candidate, context: Context) -> Refusal | None:
     return None
 
 
+def step_wanted(candidate: Candidate, context: Context) -> Refusal | None:
+    chain = candidate.chain
+    hoists = isinstance(chain, GatherChain) and chain.hoist is not None
+    return Refusal(reasons.STEP_SKIPPED, "hoist") if hoists and "hoist" in context.config.skip else None
+
+
 def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
     chain = candidate.chain
     if not isinstance(chain, GatherChain) or chain.hoist is None or hoist_pays(chain, chain.hoist):
@@ -476,6 +484,7 @@ CHECKS: tuple[Check, ...] = (
     sent_as_it_is,
     sizes_expressible,
     above_threshold,
+    step_wanted,
     hoist_worthwhile,
     ranks_alike,
 )

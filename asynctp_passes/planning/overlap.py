@@ -10,9 +10,9 @@ chain is one node, so that the rewrite can move the collective before the first 
 
 A collective that no matmul takes in is overlapped if it is more than latency and its group has a fused chain: FSDP's
 are best left to bucketing. Beside a reduce-scatter matmuls must run which are not fused (the link is free meanwhile)
-and take as long as it does. What one collective runs beside comes after its start and in front of its wait, also for
-the next one, and where all-reduces become one: no order undoes another. Ranks share the order of what communicates: the
-start passes none of that, and the wait takes none with it.
+and take as long as it does. Each decision adds order constraints: its start before its matmuls, its wait after them.
+Later decisions and the bucketing keep them. Ranks share the order of what communicates: the start passes none of that,
+and the wait takes none with it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,6 @@ __all__ = ["LEAST_BYTES", "order_beside", "plan_overlap"]
 
 LEAST_BYTES = cost_model.LATENCY_BYTES
 """A collective of fewer bytes that no matmul takes in stays: it costs the host more to start."""
-
-_NO_PRODUCT = (reasons.NO_MATMUL, reasons.OUTSIDE_GRAPH, reasons.MATMUL_TAKEN, reasons.COLUMNS_TOO_LARGE)
-_NEEDS_ALL = (
-    reasons.GATHER_IS_RIGHT_OPERAND,
-    reasons.ROWS_CONTRACTED,
-    reasons.CONTRACTION_TOO_LARGE,
-    reasons.SENT_REARRANGED,
-)
 
 
 def plan_overlap(graph: fx.Graph, decisions: Sequence[Decision]) -> list[Decision]:
@@ -83,7 +75,7 @@ def _fused(decisions: Sequence[Decision]) -> list[Decision]:
 def _needs_all(decision: Decision) -> bool:
     """True for a gather all of whose products contract over its rows, or have it as their right operand."""
     chain, refusal = decision.candidate.chain, decision.refusal
-    if refusal is not None and refusal.reason not in _NEEDS_ALL:
+    if refusal is not None and not refusal.reason.needs_whole_gather:
         return False
     return refusal is not None if chain is None else chain.contracts_all_rows
 
@@ -96,7 +88,7 @@ def _is_alone(decision: Decision, groups: set[str]) -> bool:
     if collective.kind == "all_gather":
         return refusal.reason is reasons.NO_MATMUL and _is_large(collective.node, collective.group_size)
     sums = collective.kind == "reduce_scatter" and collective.reduce_op in ("sum", "avg")
-    return sums and refusal.reason in _NO_PRODUCT and _is_large(collective.source, collective.group_size)
+    return sums and refusal.reason.no_matmul_takes_it and _is_large(collective.source, collective.group_size)
 
 
 def _is_large(whole: fx.Node, ranks: int) -> bool:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from asynctp_passes import compat, reasons
+from asynctp_passes import reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
-from asynctp_passes.ir.marks import joint_questions
+from asynctp_passes.ir.marks import REMATERIALIZED, joint_questions
 from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of, segments
 from asynctp_passes.matching.chains import (
@@ -30,8 +30,8 @@ from asynctp_passes.planning.decide import decide_graph, without
 from asynctp_passes.planning.deviations import Words, communicated
 from asynctp_passes.planning.legality import Context, can_be_alone, groups_on_wire, on_wire
 from asynctp_passes.planning.overlap import plan_overlap
-from asynctp_passes.planning.rematerialize import REMATERIALIZED
 from asynctp_passes.reasons import RESULT_DROPPED, Outcome, Refusal
+from asynctp_passes.torch_private import inductor_order
 
 __all__ = [
     "Plan",
@@ -75,7 +75,7 @@ class Plan:
         On GPUs unlike calls are found in symmetric memory, and the host waits for nobody. Only compiled graphs check.
         """
         found: dict[str, list[Collective]] = {}
-        for one in (one.collective for one in self.candidates if compat.is_compiled(self.context.graph)):
+        for one in (one.collective for one in self.candidates if inductor_order.is_compiled(self.context.graph)):
             if one.group_key in self.wire and one.group_size != 1 and not on_wire(one):
                 found.setdefault(one.group_key, []).append(one)
         return found
@@ -189,8 +189,17 @@ def planned(graph: fx.Graph, config: Config, answers: Answers | None = None) -> 
 def _planned(found: list[Decision], context: Context) -> Plan:
     """The plan of these decisions."""
     decisions = plan_overlap(context.graph, found)
+    if "overlap" in context.config.skip:
+        decisions = [_not_beside(was, one) for was, one in zip(found, decisions, strict=True)]
     buckets = [one for one in find_buckets(decisions, context) if _bucket_refused(one, context) is None]
     return Plan(decisions, context, buckets)
+
+
+def _not_beside(found: Decision, planned: Decision) -> Decision:
+    """The decision where the options leave the overlap out: it is fused if it could be, and else left alone."""
+    if found.refusal is None or not planned.overlaps_with:
+        return found
+    return dataclasses.replace(found, refusal=Refusal(reasons.STEP_SKIPPED, "overlap"))
 
 
 def _bucket_refused(bucket: Bucket, context: Context) -> str | None:

@@ -36,12 +36,13 @@ from typing import Any
 
 import torch
 
-from asynctp_passes import compat, ops, waiting
+from asynctp_passes import ops, waiting
 from asynctp_passes.config import Config, agree_seconds
 from asynctp_passes.errors import AsyncTPError, DisagreementError
 from asynctp_passes.ir import registry
 from asynctp_passes.ir.records import Answer, Question
 from asynctp_passes.reporting.internal import sources_digest
+from asynctp_passes.torch_private import dynamo, process_groups
 from asynctp_passes.waiting import ranks_named
 
 __all__ = ["LATE_S", "REFUSES_ALL", "WARN_S", "ask", "has_peers", "refuse"]
@@ -104,7 +105,7 @@ def ask(questions: Sequence[Question], config: Config, only_looked_at: Sequence[
 
 def has_peers(group: str) -> bool:
     """Whether there are other ranks to ask in a group."""
-    return compat.peers_of(group) is not None
+    return process_groups.peers_of(group) is not None
 
 
 def refuse(questions: Sequence[Question], answers: Sequence[Answer] | None) -> None:
@@ -172,7 +173,7 @@ _lock = threading.Lock()  # ranks may be threads of one process
 
 def _board(question: Question, config: Config) -> _Board | None:
     """The board of a question; None where there are no other ranks."""
-    peers = compat.peers_of(question.group)
+    peers = process_groups.peers_of(question.group)
     if peers is None:
         return None
     with _lock:
@@ -191,10 +192,10 @@ class _Board:
         outcomes: By digest; those that are known.
     """
 
-    def __init__(self, peers: compat.Peers, said: _Said, question: Question, config: Config) -> None:
+    def __init__(self, peers: process_groups.Peers, said: _Said, question: Question, config: Config) -> None:
         self.question, self.told = question, list[str]()
         self._peers, self._store, self._said = peers, peers.store, said
-        function = compat.compiled_function()
+        function = dynamo.compiled_function()
         self.function = f"a graph with {question.communicates}" if function is None else function.base
         self._at = f"asynctp/{peers.life}/{self.function}/{question.phase}"
         self._for_all = f"asynctp/{peers.life}"
@@ -247,7 +248,7 @@ class _Board:
     @property
     def patience(self) -> float:
         """Seconds to wait for other ranks, which may wait meanwhile in a collective of this group."""
-        return min(agree_seconds(), compat.group_timeout_s(self._peers.group) / 4)
+        return min(agree_seconds(), process_groups.group_timeout_s(self._peers.group) / 4)
 
     def is_open(self) -> bool:
         """Look again; whether anything is not known yet."""
@@ -403,13 +404,13 @@ def _wait(boards: Sequence[_Board]) -> None:
             break
 
 
-def _refuses(peers: compat.Peers, config: Config) -> str:
+def _refuses(peers: process_groups.Peers, config: Config) -> str:
     """Why this rank refuses all deviations in a group; empty if it does not."""
     if not config.deviate:
         return REFUSES_ALL
-    if compat.suppresses_errors():
+    if dynamo.suppresses_errors():
         return _SUPPRESSED
-    reason = ops.compares_calls(len(peers.ranks))[0] if compat.uses_gpus() else ""
+    reason = ops.compares_calls(len(peers.ranks))[0] if process_groups.uses_gpus() else ""
     return f"nothing compares calls of this group ({reason})" if reason else ""
 
 
@@ -417,7 +418,7 @@ def _provenance(config: Config) -> str:
     """Versions, registered ops and options: where they differ, equal texts may mean different things."""
     options = {name: value for name, value in config.decisive().items() if name not in _NOT_DECISIVE}
     told = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    gpus = f", {ops.compares_calls(0)[1]}" if compat.uses_gpus() else ""
+    gpus = f", {ops.compares_calls(0)[1]}" if process_groups.uses_gpus() else ""
     return f"asynctp {sources_digest()}, torch {torch.__version__}, ops {registry.digest()}, {told}{gpus}"
 
 

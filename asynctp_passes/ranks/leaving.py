@@ -15,12 +15,13 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from asynctp_passes import compat, ops
+from asynctp_passes import ops
 from asynctp_passes.config import Config
 from asynctp_passes.errors import DisagreementError
 from asynctp_passes.ops import run_check
 from asynctp_passes.planning.legality import is_on_wire
 from asynctp_passes.reporting.report import Report
+from asynctp_passes.torch_private import giving_up, process_groups
 from asynctp_passes.waiting import looks, ranks_named
 
 __all__ = ["WARN_S", "note"]
@@ -37,21 +38,21 @@ _times: Counter[tuple[str, str]] = Counter()  # by group and place in its store:
 
 def note(report: Report, config: Config) -> None:
     """Note a graph that is compiled or came from a cache, should Dynamo give up the function that it is of."""
-    dims = compat.mesh_dimensions()
+    dims = process_groups.mesh_dimensions()
     groups = (one.group for one in report.questions if is_on_wire(one.group, dims.get(one.group, ""), config))
-    compat.note_groups(groups, given_up=_leave, failed=_told)
+    giving_up.note_groups(groups, given_up=_leave, failed=_told)
 
 
-def _waits(peers: compat.Peers) -> bool:
+def _waits(peers: process_groups.Peers) -> bool:
     """Whether the peers of a group wait for this rank, if it runs without its graph: on the wire, or to compare."""
     return _has_wire(len(peers.ranks)) or run_check.has_begun(peers.group)
 
 
 def _has_wire(world_size: int) -> bool:
-    return not ops.compares_calls(world_size)[0] if compat.uses_gpus() else ops.on_wire("cpu")
+    return not ops.compares_calls(world_size)[0] if process_groups.uses_gpus() else ops.on_wire("cpu")
 
 
-def _leave(given_up: compat.GivenUp) -> None:
+def _leave(given_up: giving_up.GivenUp) -> None:
     """Return if all ranks leave; else tell the peers, and raise.
 
     Raises:
@@ -61,9 +62,9 @@ def _leave(given_up: compat.GivenUp) -> None:
         raise error
 
 
-def _told(given_up: compat.GivenUp) -> DisagreementError | None:
+def _told(given_up: giving_up.GivenUp) -> DisagreementError | None:
     """The error of a rank that leaves alone, which its peers raise too; None if all ranks leave."""
-    found = {name: compat.peers_of(name) for name in sorted(given_up.groups)}
+    found = {name: process_groups.peers_of(name) for name in sorted(given_up.groups)}
     groups = {name: peers for name, peers in found.items() if peers is not None and _waits(peers)}
     if all(_all_leave(given_up.name, name, groups) for name in groups):
         return None
@@ -77,7 +78,7 @@ def _told(given_up: compat.GivenUp) -> DisagreementError | None:
     return error
 
 
-def _all_leave(function: str, group: str, groups: Mapping[str, compat.Peers]) -> bool:
+def _all_leave(function: str, group: str, groups: Mapping[str, process_groups.Peers]) -> bool:
     """Whether all ranks of one of a function's groups run this call of it without its graph."""
     peers = groups[group]
     if peers.life is None:
@@ -96,11 +97,11 @@ def _all_leave(function: str, group: str, groups: Mapping[str, compat.Peers]) ->
         return False
 
 
-def _outcome(prefix: str, peers: compat.Peers, groups: Iterable[str]) -> str:
+def _outcome(prefix: str, peers: process_groups.Peers, groups: Iterable[str]) -> str:
     """The outcome of a call. The first rank that knows it writes it down."""
     record, said = f"{prefix}/outcome", [f"{prefix}/{rank}" for rank in peers.ranks]
     peers.store.set(f"{prefix}/{peers.rank}", "1")
-    limit = compat.group_timeout_s(peers.group)
+    limit = process_groups.group_timeout_s(peers.group)
 
     def warn() -> None:
         missing = [rank for rank, key in zip(peers.ranks, said, strict=True) if not peers.store.check([key])]

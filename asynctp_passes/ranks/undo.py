@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.config import Config
 from asynctp_passes.errors import AsyncTPError
 from asynctp_passes.ir.collectives import read_collectives
@@ -22,6 +21,7 @@ from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_if_strict
 from asynctp_passes.rewriting import toposort
 from asynctp_passes.rewriting.rewrite import rewrite
+from asynctp_passes.torch_private import dynamo, fx_graphs
 
 __all__ = ["UndoOnError"]
 
@@ -57,7 +57,7 @@ class UndoOnError:
         self.questions: list[Question] | None = None
         self.answers: list[Answer] | None = None
         self._graph, self._config, self._phase, self._keys = graph, config, phase, keys
-        self._records = [compat.GraphRecord(one) for one in (graph, other) if one is not None]
+        self._records = [fx_graphs.GraphRecord(one) for one in (graph, other) if one is not None]
         self._error: Exception | None = None
 
     def ask(self, questions: list[Question]) -> Answers:
@@ -116,7 +116,7 @@ class UndoOnError:
         """
         error = self._error
         assert error is not None
-        doing = f"work on {compat.compile_name()} ({self._phase})"
+        doing = f"work on {dynamo.compile_name()} ({self._phase})"
         outcome = "The graph is as it was, and runs without asynctp"
         summary = internal.tell(error, doing, outcome, lambda: str(self._graph))
         report = report_of_failure(self._graph, self._config, self._phase, summary)
@@ -151,7 +151,7 @@ def _move_all(graph: fx.Graph, plan: Plan) -> None:
     """Let a graph's collectives go by asynctp's transport, and fuse none: other ranks' calls wait for them there."""
     if not (plan.alone or plan.checked):
         return
-    record = compat.GraphRecord(graph)
+    record = fx_graphs.GraphRecord(graph)
     try:
         toposort.sort(graph)
         rewrite(graph, plan)

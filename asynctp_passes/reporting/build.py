@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops
+from asynctp_passes import ops
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.crossings import crossings_of
+from asynctp_passes.ir.marks import REMATERIALIZED
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import called_name, describe, module_of, plain, source_of, value_of
 from asynctp_passes.ir.records import Answers, Question
@@ -23,10 +24,10 @@ from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherCh
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.legality import is_named_for_data
 from asynctp_passes.planning.plan import Plan, outcome_of, untouched
-from asynctp_passes.planning.rematerialize import REMATERIALIZED
-from asynctp_passes.reasons import NO_MATMUL, OUTSIDE_GRAPH, Outcome
+from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting import internal, torch_notes
 from asynctp_passes.reporting.report import Bucketed, Remark, Report
+from asynctp_passes.torch_private import dynamo
 
 __all__ = ["report_of", "report_of_failure", "with_calls"]
 
@@ -40,9 +41,6 @@ _UNSHARDED = (
     "at best the sum overlaps with the matmul, and sending it to all ranks does not; shard activations over the "
     "sequence (SequenceParallel, Shard(1) outputs) to overlap that too"
 )
-
-_APART = (OUTSIDE_GRAPH, NO_MATMUL)
-"""Reasons of collectives that may have their matmul in another graph."""
 
 _CUT_FOR_DDP = (
     "set torch._dynamo.config.optimize_ddp = False, if the program has a matmul next to it. Torch cuts graphs of "
@@ -61,7 +59,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
     reasons = (reason for answer in answers.values() for reason in answer.refused.values())
     ranks_differ = [f"not done, {why}: {reason}" for reason in dict.fromkeys(reasons)]
     return Report(
-        graph=compat.compile_name(),
+        graph=dynamo.compile_name(),
         phase=phase,
         remarks=remarks,
         torch_version=str(torch.__version__),
@@ -77,7 +75,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
 
 def _unfused(decisions: Sequence[Decision], config: Config) -> list[Collective]:
     """The collectives that may have their matmul in another graph, of groups that are not left alone."""
-    alone = [one.candidate for one in decisions if one.refusal is not None and one.refusal.reason in _APART]
+    alone = [one.candidate for one in decisions if one.refusal is not None and one.refusal.reason.may_be_cut_off]
     return [one.collective for one in alone if config.groups != "auto" or not is_named_for_data(one)]
 
 
@@ -114,12 +112,13 @@ def _remark(decision: Decision, phase: str, outcome: Outcome, accelerated: bool 
     }
     if refusal is not None:
         reason = refusal.reason
+        cut = reason.may_be_cut_off and dynamo.is_cut_for_ddp()
         return Remark(
             outcome=outcome,
             code=reason.code,
             name=reason.name,
             message=str(refusal),
-            hint=_CUT_FOR_DDP if reason in _APART and compat.is_cut_for_ddp() else reason.hint_for(collective.kind),
+            hint=_CUT_FOR_DDP if cut else reason.hint_for(collective.kind),
             op=f"asynctp::{collective.kind}" if accelerated else "",
             **common,  # type: ignore[arg-type]
         )
@@ -278,7 +277,7 @@ def report_of_failure(graph: fx.Graph, config: Config, phase: str, summary: str)
         decisions = (untouched(one, config, summary, multiplies) for one in collectives)
         remarks = tuple(_remark(decision, phase, outcome_of(decision)) for decision in decisions)
     return Report(
-        graph=compat.compile_name(),
+        graph=dynamo.compile_name(),
         phase=phase,
         remarks=remarks,
         torch_version=str(torch.__version__),

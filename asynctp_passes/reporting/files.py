@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import select
+import stat
 import time
 from pathlib import Path
 
-__all__ = ["remedy", "write"]
+__all__ = ["remedy", "write", "write_whole"]
 
 WAIT_S = 2.0
 """Seconds that a pipe may take to be read from before a text for it is given up."""
@@ -54,6 +55,22 @@ def _write(file: int, data: memoryview) -> None:
             left = until - time.monotonic()
             if left <= 0 or not select.select([], [file], [], left)[1]:
                 raise TimeoutError(errno.ETIMEDOUT, f"nothing was read from it for {WAIT_S:g} s") from None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, in whose place there is what was there before until all of it is written.
+
+    A link stays one, and a file keeps its permissions; a new one gets those of the user's umask.
+    """
+    place = path.resolve()
+    whole = place.with_name(f"{place.name}.{os.getpid()}")
+    try:
+        whole.write_bytes(data)
+        if place.exists():
+            whole.chmod(stat.S_IMODE(place.stat().st_mode))
+        whole.replace(place)
+    finally:
+        whole.unlink(missing_ok=True)
 
 
 def remedy(error: OSError, folder: bool) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from asynctp_passes import compat
-from asynctp_passes.config import write_whole
+from asynctp_passes.reporting.files import write_whole
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.typed_json import read
+from asynctp_passes.torch_private import dynamo
 
 __all__ = ["INDEX", "About", "write_index"]
 
@@ -57,7 +57,7 @@ class About:
     @classmethod
     def now(cls, report: Report) -> About:
         """Values of a page that is written now, in this process."""
-        function = compat.compiled_function()
+        function = dynamo.compiled_function()
         return cls(
             graph=report.graph,
             phase=report.phase,

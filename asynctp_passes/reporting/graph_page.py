@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.nodes import describe_tensor, is_number, module_of, path_of, traits_of
-from asynctp_passes.ir.op_traits import View
 from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting.graph_index import About, write_index
 from asynctp_passes.reporting.report import Remark, Report
+from asynctp_passes.torch_private import dynamo, partitioner, torch_ops
 
 __all__ = ["InputName", "Names", "picture", "write_page"]
 
@@ -60,7 +59,6 @@ _ALONE = (
 )
 _NAMES_IN_A_BOX = 4
 _TYPES_IN_A_BOX = 2
-_KEEPS_VALUES = {View.SAME, View.RESHAPE, View.PERMUTE, View.TRANSPOSE, View.REVERSE_DIMS}
 _WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(\.|$)")
 
 
@@ -70,7 +68,7 @@ class InputName:
     """A name for people of a graph's input.
 
     Attributes:
-        text: As `"layers.0.wq.weight"`, `"x"`, `"gradient of result 0"`.
+        text: As `"layers.0.wq.weight"`, `"x"`.
         held: It is a parameter or a buffer, or such a one rearranged.
     """
 
@@ -93,32 +91,22 @@ class Names:
     @classmethod
     def of(cls, gm: fx.GraphModule) -> Names:
         """The names by which Dynamo finds the inputs of a function that it compiles just now."""
-        return cls({number: _input_name(source) for number, source in compat.input_sources(gm).items()})
+        return cls({number: _input_name(source) for number, source in dynamo.input_sources(gm).items()})
 
     def of_graph(self, graph: fx.Graph) -> dict[str, InputName]:
         """The names of a graph's placeholders, by their node's name, as far as they are known."""
-        found = {node.name: self.saved[node.name] for node in graph.nodes if self._was_saved(node)}
-        for node, about in compat.described_inputs(graph).items():
-            name = self._name(about)
-            if name is not None:
-                found[node.name] = InputName(f"{name.text}.{about.part}", name.held) if about.part else name
-        return found
-
-    def _was_saved(self, node: fx.Node) -> bool:
-        return node.op == "placeholder" and node.name in self.saved
-
-    def _name(self, about: compat.InputDescription) -> InputName | None:
-        if about.held:
-            return InputName(_WRAPPERS.sub("", about.held), True)
-        if about.result is not None:
-            return InputName(f"gradient of result {about.result}")
-        return None if about.number is None else self.inputs.get(about.number)
+        numbers = partitioner.program_inputs(graph)
+        names = {
+            node.name: self.saved.get(node.name) or self.inputs.get(numbers.get(node, -1))
+            for node in graph.find_nodes(op="placeholder")
+        }
+        return {node: name for node, name in names.items() if name is not None}
 
     def save(self, graph: fx.Graph, names: Mapping[str, InputName]) -> None:
         """Keep the names of weights that a forward rearranges and returns: its backward takes them by these names."""
         for node in _returned(graph):
             weight, steps = node, list[str]()
-            while weight.op == "call_function" and traits_of(weight).view in _KEEPS_VALUES and weight.all_input_nodes:
+            while weight.op == "call_function" and traits_of(weight).rearranges and weight.all_input_nodes:
                 steps.append(_op(weight))
                 weight = weight.all_input_nodes[0]
             name = names.get(weight.name) if weight.op == "placeholder" else None
@@ -189,7 +177,7 @@ def _op(node: fx.Node) -> str:
     """`mm` for `aten.mm.default`; `asynctp.all_gather_matmul` keeps its namespace, as all but well-known ops do."""
     if node.op != "call_function":
         return node.op if node.op in ("placeholder", "output") else f"{node.op} {node.target}"
-    if compat.is_op(node.target):
+    if torch_ops.is_op(node.target):
         namespace, _, name = node.target._schema.name.partition("::")
         return name if namespace in ("aten", "prims", "_c10d_functional") else f"{namespace}.{name}"
     return str(getattr(node.target, "__name__", node.target))
@@ -278,7 +266,7 @@ def _inlined(view: _View, nodes: Sequence[fx.Node], returned: set[fx.Node]) -> s
     sources = node.all_input_nodes
     if len(nodes) > 1 or len(sources) != 1 or len(node.users) != 1 or node in returned or _stands_alone(node, view):
         return ""
-    if traits_of(node).view not in _KEEPS_VALUES or not view.is_weight(sources[0]):
+    if not traits_of(node).rearranges or not view.is_weight(sources[0]):
         return ""
     return f"{_calls([_op(node)], view.names[sources[0].name].text)}  {_type(node)}".rstrip()
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from asynctp_passes import compat
 from asynctp_passes.config import ConfigError
 from asynctp_passes.errors import AsyncTPError
 from asynctp_passes.ir.registry import RegistryError
 from asynctp_passes.reasons import INTERNAL_ERROR
+from asynctp_passes.torch_private import dynamo
 
 __all__ = ["FORESEEN", "contained", "sources_digest", "summary_of", "tell", "versions"]
 
@@ -103,7 +103,7 @@ def tell(error: Exception, doing: str, outcome: str, graph: Callable[[], str] | 
     if graph is not None:
         with contextlib.suppress(Exception):
             details = "".join(traceback.format_exception(error))
-            compat.trace_text("asynctp_internal_error", lambda: f"{versions()}\n\n{details}\n{graph()}")
+            dynamo.trace_text("asynctp_internal_error", lambda: f"{versions()}\n\n{details}\n{graph()}")
     return summary
 
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import itertools
 import logging
-import multiprocessing
-import multiprocessing.util
-import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from asynctp_passes import compat
 from asynctp_passes.config import Config
 from asynctp_passes.errors import ExpectError
 from asynctp_passes.ops.choice import calls_made
 from asynctp_passes.reporting.report import Remark, Report
+from asynctp_passes.torch_private import dynamo, process_groups
 
-__all__ = ["Picture", "Summary", "picture", "require_at_exit", "waive"]
+__all__ = ["Picture", "Summary", "picture"]
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +131,7 @@ class Picture:
             self._names: dict[str, str] = {}
             self._graphs = self._from_cache = self._functions = self._multiplying = 0
             self._warned = self._distributed = False
-            self._before = compat.compiled_functions()
+            self._before = dynamo.compiled_functions()
 
     def begin_in_child(self) -> None:
         """Begin anew in a process that was forked, perhaps while another thread held the lock."""
@@ -165,9 +159,9 @@ class Picture:
                 self._from_cache += report.from_cache
                 self._multiplying += report.matmuls > 0
             function = report.graph.partition("/")[0] if "/" in report.graph else f"graph {len(self._compiles)}"
-            if (known := compat.compiled_function()) is not None:
+            if (known := dynamo.compiled_function()) is not None:
                 self._names[function] = known.name  # numbers begin anew after torch._dynamo.reset()
-            number, attempt = (None if strayed else compat.compile_under_way()) or (next(self._apart), 0)
+            number, attempt = (None if strayed else dynamo.compile_under_way()) or (next(self._apart), 0)
             compiles = self._compiles.setdefault((function, self._names.get(function, ""), report.phase, across), {})
             one = compiles.get(number)
             if one is None or one.ended or one.attempt != attempt:
@@ -177,7 +171,7 @@ class Picture:
 
     def earlier(self, phase: str) -> list[Report]:
         """The reports that the compile under way has so far, of graphs of one phase."""
-        under_way = compat.compile_under_way()
+        under_way = dynamo.compile_under_way()
         if under_way is None:
             return []
         number, attempt = under_way
@@ -204,7 +198,7 @@ class Picture:
             others=len(remarks) - counts["FUSED"] - counts["MISSED"] - counts["SKIPPED"],
             graphs=graphs,
             from_cache=cached,
-            breaks=tuple(compat.graph_breaks()),
+            breaks=tuple(dynamo.graph_breaks()),
             modules=_by_module(remarks),
             misses=tuple(remark for remark in remarks if remark.outcome == "MISSED"),
             internal_errors=tuple(error for report in reports for error in report.internal_errors),
@@ -223,11 +217,11 @@ class Picture:
             if self._warned or self._multiplying < enough:
                 return
             reports = self._worst()
-            if any(report.fused or report.missed for report in reports) or not compat.has_peers():
+            if any(report.fused or report.missed for report in reports) or not process_groups.has_peers():
                 return
             self._warned = True
             count, distributed = self._multiplying, self._distributed
-            elsewhere = compat.compiled_functions() - self._before - self._functions + (not backward)
+            elsewhere = dynamo.compiled_functions() - self._before - self._functions + (not backward)
         causes = _causes([remark for report in reports for remark in report.remarks], elsewhere, distributed)
         log.warning(
             "asynctp: nothing to fuse: %s multiply, and none has a collective next to a matmul so far%s. %s "
@@ -254,7 +248,7 @@ def _by_module(remarks: Iterable[Remark]) -> dict[str, dict[str, int]]:
 def _causes(remarks: list[Remark], elsewhere: int, distributed: bool) -> list[str]:
     """Why no collective is next to a matmul, as far as it can be seen here; at least one cause."""
     causes = []
-    if breaks := compat.graph_breaks():
+    if breaks := dynamo.graph_breaks():
         first = _first_line(breaks[0])
         causes.append(f"Torch broke graphs {len(breaks)} times, first since: {first}; TORCH_LOGS=graph_breaks has all")
     if skipped := Counter(f"{remark.code} {remark.name}" for remark in remarks):
@@ -285,48 +279,3 @@ def _many(count: int, noun: str) -> str:
 
 picture = Picture()
 """The picture of all that was compiled in this process."""
-
-
-def require_at_exit(fused: int, missed: int) -> None:
-    """Have the process end with exit status 1, and say why, where `Summary.require` raises at its end.
-
-    An exception in a function that runs at exit would leave the status as it is. Processes that compile nothing and
-    never had a process group are left alone where another process started them, or where they started others: helpers
-    of a rank, and the launcher of ranks. A process that is forked from a rank is a helper, too.
-    """
-    atexit.register(_end, fused, missed)
-    multiprocessing.util.register_after_fork(picture, functools.partial(_require_of_child, (fused, missed)))
-
-
-def _require_of_child(required: tuple[int, int], inherited: Picture) -> None:
-    """The same for a process of `multiprocessing`: functions for its exit do not run where it was forked."""
-    inherited.begin_in_child()
-    waive()
-    if not compat.had_process_group():
-        multiprocessing.util.Finalize(None, _end, args=required, exitpriority=0)
-
-
-def waive() -> None:
-    """Let the process end as it may: it is a tool of asynctp's own."""
-    atexit.unregister(_end)
-
-
-def _end(fused: int, missed: int) -> None:
-    found, error = picture.summary(), sys.exc_info()[1]
-    if error is not None and not (isinstance(error, SystemExit) and not error.code):
-        return  # the process fails for a reason of its own
-    if not found.graphs and not compat.had_process_group():
-        if multiprocessing.parent_process() is not None:
-            return
-        if multiprocessing.Process().name != "Process-1":  # they are numbered
-            told = "this process compiled nothing and has no process group; those that it started answer for themselves"
-            print(f"ASYNCTP_REQUIRE: {told}", file=sys.stderr)
-            return
-    try:
-        found.require(fused, missed)
-    except ExpectError as error:
-        print(f"ASYNCTP_REQUIRE: {error}", file=sys.stderr)
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)

@@ -20,7 +20,7 @@ from asynctp_passes.reporting.typed_json import read
 __all__ = ["SCHEMA", "Bucketed", "Outcome", "Remark", "Report"]
 
 SCHEMA = 3
-"""Version of the JSON that `Report.to_json` writes, its field `schema`; reports without it are of version 1."""
+"""Version of the JSON that `Report.to_json` writes, its field `schema`; no other one is read."""
 
 
 _COLUMNS = 100
@@ -47,8 +47,8 @@ class Remark:
     Attributes:
         outcome: What happens to it (`reasons.Outcome`): FUSED; OVERLAPPED, ACCELERATED, BUCKETED, ERASED or
             REMATERIALIZED instead; SKIPPED (nothing is done); or MISSED (in scope, and not fused, whatever is done).
-        kind: `"all_gather_matmul"`, `"matmul_reduce_scatter"`, `"matmul_all_reduce"`, the same with `scaled_`, or the
-            collective's own name when no chain was found.
+        kind: `"all_gather_matmul"`, `"matmul_reduce_scatter"`, `"matmul_all_reduce"`, or the collective's own name
+            when no chain was found.
         collective: Name of the collective's node in the original graph.
         code: Reason code (`"ATP101"`); empty when FUSED.
         name: Reason name (`"PIECES_REORDERED"`); empty when FUSED.
@@ -205,44 +205,26 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read what `to_json` wrote, of this version of asynctp or an earlier one.
+        """Read what `to_json` wrote; fields that are missing have their defaults.
 
         Raises:
-            ValueError: It is something else, or was written by a later version.
+            ValueError: It is something else, or has another schema.
         """
         values = json.loads(text)
         if not (isinstance(values, dict) and isinstance(values.get("remarks"), list)):
             raise ValueError('no JSON object with a list of "remarks"')
-        schema = read(int, values.pop("schema", 1), "the report's schema")
-        if schema > SCHEMA:
+        schema = read(int, values.pop("schema", None), "the report's schema")
+        if schema != SCHEMA:
             raise ValueError(
-                f"the report has schema {schema}, and this asynctp reads schemas up to {SCHEMA}: "
-                "read it with the version of asynctp that wrote it, or a later one"
+                f"the report has schema {schema}, and this asynctp reads schema {SCHEMA}: "
+                "read it with the version of asynctp that wrote it"
             )
-        report: Report = read(cls, _with_names_of_now(values, schema), "the report")
+        report: Report = read(cls, values, "the report")
         _check_estimates(report)
         return report
 
 
 # --- reading --------------------------------------------------------------------------------------------------
-_EARLIER = {"ballots", "moved", "program_digest", "collectives_digest"}
-"""Fields that reports of earlier versions have, which are left out."""
-
-_RENAMED = {"coalesced": "buckets", "regathered_bytes": "rematerialized_bytes"}
-"""Fields of reports and of remarks as schema 1 named them, with their names of now."""
-
-
-def _with_names_of_now(values: dict[str, Any], schema: int) -> dict[str, Any]:
-    """A report of an earlier version with the field names of now, its remarks too."""
-    names = {} if schema > 1 else _RENAMED
-    remarks = [_renamed(remark, names) if isinstance(remark, dict) else remark for remark in values["remarks"]]
-    return _renamed({**values, "remarks": remarks}, names)
-
-
-def _renamed(values: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    return {names.get(name, name): value for name, value in values.items() if name not in _EARLIER}
-
-
 def _check_estimates(report: Report) -> None:
     """The one rule for values of fields that their types do not say.
 

@@ -7,12 +7,12 @@ import weakref
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.config import Config
 from asynctp_passes.errors import ExpectError, StrictError
 from asynctp_passes.reasons import INTERNAL_ERROR
 from asynctp_passes.reporting.picture import picture
 from asynctp_passes.reporting.report import Report
+from asynctp_passes.torch_private import dynamo, inductor_compile
 
 __all__ = ["raise_if_strict", "raise_if_strict_across"]
 
@@ -36,7 +36,7 @@ def raise_if_strict(graph: fx.Graph, report: Report, config: Config) -> None:
             are in scope but none is FUSED.
         ExpectError: Chains are in scope and fewer than `config.expect` are FUSED.
     """
-    module, last = compat.whole_graph() or (None, True)
+    module, last = inductor_compile.whole_graph() or (None, True)
     parts = {graph: report} if module is None else _parts.setdefault(module, {})
     parts[graph] = report
     if not last:
@@ -63,7 +63,7 @@ def _raise_if(whole: Report, own: Report, config: Config, elsewhere: int, earlie
     """Judge a report; `own` goes with the error, and `earlier` counts graphs of the same compile before it."""
     fused = len(whole.fused) + elsewhere
     failed = whole.missed or whole.internal_errors
-    none = whole.missed and not fused and not compat.is_cut_for_ddp()  # later pieces may fuse some
+    none = whole.missed and not fused and not dynamo.is_cut_for_ddp()  # later pieces may fuse some
     if (failed and config.strict == "all") or (none and config.strict == "zero"):
         raise StrictError(_strict_message(whole, config, earlier), own)
     if (fused or whole.missed) and fused < config.expect:

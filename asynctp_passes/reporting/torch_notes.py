@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.nodes import tensor_of
 from asynctp_passes.ir.order import opaque_ops
+from asynctp_passes.torch_private import dynamo, inductor_options, process_groups
 
 __all__ = ["from_another_process", "hidden_calls", "notes"]
 
@@ -80,7 +80,7 @@ _VARIANT = (
 def notes(graph: fx.Graph, phase: str, fuses: bool = False) -> tuple[str, ...]:
     """Sentences about a graph that its remarks do not say; most graphs have none. fuses: It has a fused chain."""
     found = [hidden_calls(), _opaque(graph)]
-    if fuses and compat.is_batch_invariant():
+    if fuses and "batch_invariant" in inductor_options.names() and inductor_options.current("batch_invariant"):
         found.append(_VARIANT)
     if phase == "forward":
         found.append(_checkpoint_of_dtensors(graph, str(torch.__version__)))
@@ -89,7 +89,9 @@ def notes(graph: fx.Graph, phase: str, fuses: bool = False) -> tuple[str, ...]:
 
 def _opaque(graph: fx.Graph) -> str:
     """The note on ops that may communicate, where there is anybody to communicate with."""
-    found = dict.fromkeys(name for node in graph.nodes for name in opaque_ops(node)) if compat.has_peers() else {}
+    found = (
+        dict.fromkeys(name for node in graph.nodes for name in opaque_ops(node)) if process_groups.has_peers() else {}
+    )
     if not found:
         return ""
     names = [*list(found)[:_NAMED], *(["..."] if len(found) > _NAMED else [])]
@@ -112,7 +114,7 @@ def hidden_calls(breaks: Sequence[str] | None = None) -> str:
     Args:
         breaks: Why dynamo broke graphs; what it did in this process, when None.
     """
-    texts = compat.graph_breaks() if breaks is None else breaks
+    texts = dynamo.graph_breaks() if breaks is None else breaks
     counts = {mark: sum(mark in text for text in texts) for mark in _HIDING}
     return "; ".join(_hidden(mark, count) for mark, count in counts.items() if count)
 

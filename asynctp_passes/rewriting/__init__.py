@@ -1,4 +1,4 @@
-"""The only place that edits graphs: it does what was planned, and refuses nothing.
+"""Edit graphs: do what was planned, and refuse nothing.
 
 It decides nothing: which chains there are, and what becomes of them, is in the `Plan`.
 """

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import value_of
 from asynctp_passes.ir.sizes import Size, SizeExpression, Sizes, express, same
@@ -18,6 +17,7 @@ from asynctp_passes.ir.traversal import segments
 from asynctp_passes.layout.placement import Rearrangement
 from asynctp_passes.matching.chains import Bucket, Chain
 from asynctp_passes.planning.plan import Plan
+from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = ["INHERITED", "Builder", "RewriteState"]
 
@@ -115,7 +115,7 @@ class Builder:
     def evaluate(self, node: fx.Node, computes: Callable[..., Any] | None = None) -> None:
         """Compute the value of a call on fake tensors, by `computes` where its target cannot."""
         assert callable(node.target)
-        with compat.without_guards(self._fake):
+        with symbolic_sizes.without_guards(self._fake):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
             node.meta["val"] = (computes or node.target)(*args, **kwargs)
 
@@ -150,7 +150,7 @@ class Builder:
 
     def contiguous(self, node: fx.Node) -> fx.Node:
         """`node` in row-major memory; the node itself when it is."""
-        if compat.is_contiguous(value_of(node)):
+        if symbolic_sizes.is_contiguous(value_of(node)):
             return node
         return self.call(_aten.clone.default, node, memory_format=torch.contiguous_format)
 

@@ -1,31 +1,36 @@
 """Make collectives without a matmul asynctp's own: in place, or anew as one of a single tensor along dim 0.
 
 (x, y) → all_reduce_coalesced → wait+         becomes   x → all_reduce → wait,   y → all_reduce → wait
+(x → all_reduce → wait)+                      becomes   x+ → cat → all_reduce → wait → split → clone+
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from asynctp_passes import compat, ops
+from asynctp_passes import ops
 from asynctp_passes.ir.calls import Collective
-from asynctp_passes.ir.collectives import left_items
+from asynctp_passes.ir.collectives import WAIT, left_items
 from asynctp_passes.ir.nodes import arguments, op_name, tensor_of, value_of
 from asynctp_passes.ir.sizes import divided
+from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Bucket
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.rewriting.builder import Builder, RewriteState
 from asynctp_passes.rewriting.cleanup import erase_unused, shared_by
 from asynctp_passes.rewriting.places import mark_items
+from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["IN_FLIGHT", "emit_alone", "emit_left_items", "leave_sms", "options_of"]
+__all__ = ["IN_FLIGHT", "emit_alone", "emit_bucket", "emit_left_items", "leave_sms", "options_of"]
 
-_c10d = torch.ops._c10d_functional
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 IN_FLIGHT = {
     "all_gather": torch.ops.asynctp.all_gather.default,
     "reduce_scatter": torch.ops.asynctp.reduce_scatter.default,
@@ -71,7 +76,7 @@ def _emit(build: Builder, collective: Collective) -> None:
     """
     state, node, value = build.state, collective.node, tensor_of(collective.node)
     torchs = op_name(node).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
-    if collective.call is None and torchs and value is not None and compat.is_contiguous(value):
+    if collective.call is None and torchs and value is not None and symbolic_sizes.is_contiguous(value):
         leave_sms(collective, options_of(state, collective, state.is_kept(collective)))
         return
     ours = state.plan.is_own(collective) and on_wire(collective)
@@ -106,9 +111,9 @@ def _as_it_was(build: Builder, collective: Collective, done: fx.Node) -> fx.Node
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(own) + 1)]
         done = build.permute(ranks_first, order)
     done = build.contiguous(build.reshape(done, build.shape(collective.node)))
-    if compat.is_contiguous(value):
+    if symbolic_sizes.is_contiguous(value):
         return done
-    axes = compat.axes_by_stride(value)
+    axes = symbolic_sizes.axes_by_stride(value)
     assert axes is not None, "`can_be_alone` lets no other through"
     back = [axes.index(axis) for axis in range(len(axes))]
     return build.permute(build.contiguous(build.permute(done, axes)), back)
@@ -135,3 +140,48 @@ def options_of(state: RewriteState, collective: Collective, kept_by_all: bool = 
     kept = collective.kind == "all_gather" and ops.on_wire(value_of(collective.source).device.type)
     accord = state.plan.accord(collective.group_key)
     return {**({"all_keep": kept_by_all} if kept else {}), **({"accord": accord} if accord else {})}
+
+
+# --- several as one --------------------------------------------------------------------------------------------
+def emit_bucket(state: RewriteState, bucket: Bucket, front: fx.Node) -> fx.Node:
+    """Make one all-reduce of all members' elements; each member's result is memory of its own, as it was.
+
+    Args:
+        state: The graph.
+        bucket: The all-reduces.
+        front: It comes before this node, where no fused op stands there.
+
+    Returns:
+        What is reduced: the elements of all members.
+    """
+    anchor = state.starts[state.fused[bucket.place]] if bucket.place in state.fused else front
+    build = Builder(state, bucket, anchor)
+    values = [value_of(node) for node in bucket.inputs]
+    lengths = [math.prod(value.shape) for value in values]
+    flat = [build.reshape(build.now(node), (length,)) for node, length in zip(bucket.inputs, lengths, strict=True)]
+    joined, first = build.call(_aten.cat.default, flat), bucket.collective
+    ours = state.plan.is_own(first) and on_wire(first)
+    op, options = (IN_FLIGHT["all_reduce"], options_of(state, first)) if ours else (_TORCHS["all_reduce"], {})
+    total = build.call(op, joined, first.reduce_op, first.group, computes=_like_first, **options)
+    done = build.call(_c10d.wait_tensor.default, total, computes=_like_first)
+    pieces = build.call(_aten.split_with_sizes.default, done, lengths)
+    for index, (member, value) in enumerate(zip(bucket.members, values, strict=True)):
+        piece = build.call(operator.getitem, pieces, index, like=member.node)
+        result = build.call(_aten.clone.default, build.reshape(piece, tuple(value.shape)), like=member.node)
+        for wait in _waits_again(member):
+            build.replace(wait, wait.args[0])  # type: ignore[arg-type]  # a node
+            build.graph.erase_node(wait)
+        for wait in member.waits:
+            build.replace(wait, result)
+    erase_unused(state.graph, {node for member in bucket.members for node in member.results})
+    return joined
+
+
+def _waits_again(member: Collective) -> list[fx.Node]:
+    """The waits for a result that has been waited for already, or for a view of it."""
+    return [node for node in views_of(member.waits) if node not in member.waits and op_name(node) == WAIT]
+
+
+def _like_first(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """The fake result of a collective that keeps the shape: groups need not exist."""
+    return torch.empty_like(tensor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -87,25 +88,31 @@ def _call_gather(
 ) -> fx.Node:
     """The fused op: it returns a list of one product per matmul, then the gathered tensor if others use it."""
     gather, matmuls = chain.collective, chain.matmuls
-    options = options_of(build.state, gather, build.state.is_kept(gather))
     bs, biases = [right_operand(build, matmul) for matmul in matmuls], [row_bias(build, matmul) for matmul in matmuls]
-    scaled = [matmul.scaled for matmul in matmuls if matmul.scaled is not None]
     ending = (chain.returned is not None, gather.group_size, gather.group)
+    scales = _scales(build, chain, shard, gather_dim, parts)
+    options = options_of(build.state, gather, build.state.is_kept(gather))
+    op = torch.ops.asynctp.all_gather_matmul.default
+    return build.call(op, shard, bs, biases, gather_dim, *ending, *scales, **options)
+
+
+def _scales(
+    build: Builder, chain: GatherChain, shard: fx.Node, gather_dim: int, parts: dict[fx.Node, fx.Node]
+) -> list[Any]:
+    """The arguments of a fused op with scales, in its schema's order; none without.
+
+    They are not given by name: each name takes 0.2 us of a call.
+    """
+    scaled = [matmul.scaled for matmul in chain.matmuls if matmul.scaled is not None]
     if not scaled:
-        return build.call(
-            torch.ops.asynctp.all_gather_matmul.default, shard, bs, biases, gather_dim, *ending, **options
-        )
-    scale = _gather_scale(build, chain, shard, gather_dim, parts)
+        return []
+    a_scale = _gather_scale(build, chain, shard, gather_dim, parts)
     b_scales = [column_scale(build, one) for one in scaled]
-    how = (chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum)
-    passenger = (
+    how = [chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum]
+    along = (
         [] if chain.whole_passenger is None else [_passenger_part(build, chain, shard, parts[chain.whole_passenger])]
     )
-    return build.call(
-        torch.ops.asynctp.all_gather_scaled_matmul.default,
-        *(shard, scale, bs, b_scales, biases, gather_dim, *how, *ending, *passenger),
-        **options,
-    )
+    return [a_scale, b_scales, *how, *along]
 
 
 def _passenger_part(build: Builder, chain: GatherChain, shard: fx.Node, part: fx.Node) -> fx.Node:

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.collectives import is_only_awaited
 from asynctp_passes.ir.nodes import is_random, traits_of, value_of
@@ -19,6 +18,7 @@ from asynctp_passes.matching.chains import CrossRankReduction, GatherChain, Hois
 from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.rewriting.builder import Builder
 from asynctp_passes.rewriting.emit_alone import IN_FLIGHT, leave_sms, options_of
+from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = ["finish_side_gathers", "nodes_after_kept_gather", "parts_on_shard", "start_side_gathers"]
 
@@ -61,7 +61,7 @@ def _arranged(build: Builder, source: fx.Node, part: Part, like: fx.Node) -> fx.
     whole = value_of(like)
     seen = build.bitcast(source, whole.dtype)
     arranged = build.reshape(build.rearranged(seen, part.way), part.shape)
-    return build.contiguous(arranged) if compat.is_contiguous(whole) else arranged
+    return build.contiguous(arranged) if symbolic_sizes.is_contiguous(whole) else arranged
 
 
 def start_side_gathers(build: Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:

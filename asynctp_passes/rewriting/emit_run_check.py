@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import tensor_of, value_of
 from asynctp_passes.ir.order import communicates
 from asynctp_passes.ops import run_check  # noqa: F401  (it registers torch.ops.asynctp.run_check)
 from asynctp_passes.rewriting.builder import RewriteState
 from asynctp_passes.rewriting.places import mark_front
+from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = ["Checks", "emit_run_checks", "mark_run_checks", "placed"]
 
@@ -56,7 +56,7 @@ def emit_run_checks(state: RewriteState, checks: Checks) -> None:
         told = (state.plan.accord(one.group_key), len(ones))
         with state.graph.inserting_before(first):
             node = state.graph.call_function(op, (beside, *told, one.group))
-        with compat.without_guards(value_of(beside)):
+        with symbolic_sizes.without_guards(value_of(beside)):
             node.meta["val"] = op(value_of(beside), *told, one.group_key)
 
 

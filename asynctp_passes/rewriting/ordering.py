@@ -1,8 +1,8 @@
 """Where the nodes of a rewritten graph stand: collectives run beside products. Moves nodes, and makes none.
 
 Inductor runs nodes in graph order, but for what it is free to put off. So what is to run beside a collective comes
-between its start and its wait, and is bound to stay there (`compat.keep_order`). No move crosses an in-place operation,
-and no move carries what communicates past anything else that does.
+between its start and its wait, and is bound to stay there (`inductor_order.keep_order`). No move crosses an in-place
+operation, and no move carries what communicates past anything else that does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import called_name, called_op, name_of, op_name
@@ -36,6 +35,7 @@ from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.o
 from asynctp_passes.planning import cost_model
 from asynctp_passes.rewriting import toposort
 from asynctp_passes.rewriting.emit_alone import IN_FLIGHT, leave_sms
+from asynctp_passes.torch_private import dynamo, inductor_options, inductor_order
 
 __all__ = ["Moves", "keep_order", "put_in_program_order", "schedule"]
 
@@ -129,13 +129,17 @@ def put_in_program_order(graph: fx.Graph) -> None:
 
 def _warn_of_moves(graph: fx.Graph) -> None:
     """Say that ranks may communicate in unlike orders: this pass alone does not see the order of the program."""
-    moved = unrecorded(graph) if compat.is_compiled(graph) and compat.inductor_option("reorder_for_locality") else []
+    moved = (
+        unrecorded(graph)
+        if inductor_order.is_compiled(graph) and inductor_options.current("reorder_for_locality")
+        else []
+    )
     if moved:
         log.warning(
             "asynctp: %s: Inductor may have moved %s to where the results are used, and so differently on ranks that "
             "compute different things. Remedy: give it RematerializePass() as joint_custom_post_pass too, which notes "
             "the order of the program",
-            *(compat.compile_name(), ", ".join(dict.fromkeys(map(called_name, moved)))),
+            *(dynamo.compile_name(), ", ".join(dict.fromkeys(map(called_name, moved)))),
         )
 
 
@@ -158,26 +162,26 @@ def _restore_program_order(graph: fx.Graph) -> None:
 def keep_order(graph: fx.Graph, ordered: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
     """Have Inductor keep the order of what communicates, and run each node after those that `ordered` lists for it."""
     after = {node: list(earlier) for node, earlier in ordered.items()}
-    starts = communications(graph.nodes) if compat.is_compiled(graph) else []
+    starts = communications(graph.nodes) if inductor_order.is_compiled(graph) else []
     ops = list(map(called_op, starts))
     called = {op for op in ops if op is not None and not name_of(op).startswith(_TORCHS)}
     if opaque := dict.fromkeys(name for node in starts for name in opaque_ops(node)):
         log.info(
             "asynctp: %s: %s may communicate: asynctp does not know them, and keeps their places among collectives. "
             "Remedy for what communicates with no other rank: %s",
-            *(compat.compile_name(), ", ".join(opaque), to_register(filter(is_opaque, starts))),
+            *(dynamo.compile_name(), ", ".join(opaque), to_register(filter(is_opaque, starts))),
         )
     if starts:
-        compat.mark_in_order(graph)
-    lowered = compat.lower_in_order(called)
+        inductor_order.mark_in_order(graph)
+    lowered = inductor_order.lower_in_order(called)
     if None in ops or not lowered:  # a higher-order op has no kernel of its own
         for place, node in enumerate(starts[1:], 1):
             after.setdefault(node, []).extend(_as_far_as_used(starts[:place]))
-    if unordered := compat.keep_order(graph, after):
+    if unordered := inductor_order.keep_order(graph, after):
         log.warning(
             "asynctp: %s: Inductor may run others before %s, as it may without asynctp. It cannot be told to wait for "
             "an op without a result. Remedy: let the op return a tensor, or do without fallback_by_default",
-            *(compat.compile_name(), ", ".join(dict.fromkeys(map(called_name, unordered)))),
+            *(dynamo.compile_name(), ", ".join(dict.fromkeys(map(called_name, unordered)))),
         )
 
 

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from torch import fx
 
-from asynctp_passes import compat
-from asynctp_passes.ir.nodes import call_of, value_of
+from asynctp_passes.ir.nodes import call_of
 from asynctp_passes.ir.order import communications
 from asynctp_passes.matching.chains import Chain, GatherChain
 from asynctp_passes.planning import cost_model
-from asynctp_passes.planning.materialize_scales import scales_to_store
 from asynctp_passes.planning.plan import Plan
-from asynctp_passes.rewriting.builder import INHERITED, Builder, RewriteState
+from asynctp_passes.rewriting.builder import Builder, RewriteState
 from asynctp_passes.rewriting.cleanup import erase_dropped, erase_unused, replaced_nodes, shared_by
-from asynctp_passes.rewriting.emit_alone import emit_alone, emit_left_items, options_of
-from asynctp_passes.rewriting.emit_bucket import emit_bucket
+from asynctp_passes.rewriting.emit_alone import emit_alone, emit_bucket, emit_left_items, options_of
 from asynctp_passes.rewriting.emit_gather import emit_gather
 from asynctp_passes.rewriting.emit_on_shard import nodes_after_kept_gather
 from asynctp_passes.rewriting.emit_reduction import emit_reduction
 from asynctp_passes.rewriting.emit_run_check import emit_run_checks, mark_run_checks, placed
 from asynctp_passes.rewriting.ordering import Moves, keep_order, schedule
 from asynctp_passes.rewriting.places import erase_marks, mark_front, place_of
+from asynctp_passes.rewriting.store_scales import scales_to_store, store
 
-__all__ = ["rewrite", "store"]
+__all__ = ["rewrite"]
 
 
 def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
@@ -73,7 +68,7 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     emit_run_checks(state, checks)
     keep_order(graph, ordered)
     graph.lint()
-    if plan.chains and plan.context.config.store_scales:
+    if plan.chains and "store_scales" not in plan.context.config.skip:
         store(graph, scales_to_store(graph))
     return calls
 
@@ -96,12 +91,3 @@ def _replace_chain(state: RewriteState, chain: Chain, place: fx.Node, moves: Mov
             moves.late |= nodes_after_kept_gather(build, chain)
             moves.kept.append((collective, op))
     erase_unused(state.graph, old, shared)
-
-
-def store(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Let Inductor store these tensors and read them from memory, instead of computing them in each kernel again."""
-    for node in nodes:
-        with graph.inserting_after(node):
-            stored = graph.call_function(compat.stored_op(), (node, value_of(node).stride()))
-        stored.meta = {name: node.meta[name] for name in ("val", *INHERITED) if name in node.meta}
-        node.replace_all_uses_with(stored, delete_user_cb=partial(operator.is_not, stored))

@@ -17,11 +17,11 @@ from itertools import pairwise
 
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.nodes import is_known_collective, is_random, mutates, written_by
 from asynctp_passes.ir.order import communications
 from asynctp_passes.ir.traversal import reachable, steps_of
 from asynctp_passes.layout.propagation import shares_memory
+from asynctp_passes.torch_private import torch_ops
 
 __all__ = ["CannotSort", "is_sorted", "sort"]
 
@@ -141,7 +141,7 @@ def _has_effect(node: fx.Node) -> bool:
 
 def _is_alias(node: fx.Node) -> bool:
     """True for an op that always gives a view: it reads nothing, and its result changes with what it takes."""
-    return not mutates(node) and compat.may_alias(node)
+    return not mutates(node) and torch_ops.may_alias(node)
 
 
 def _accesses(nodes: Sequence[fx.Node]) -> Iterator[_Pair]:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes import compat
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import arguments, is_pointwise, items_of, op_name, tensor_of, value_of
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view
 from asynctp_passes.rewriting.builder import INHERITED
+from asynctp_passes.torch_private import fx_graphs
 
 __all__ = ["ungroup"]
 
@@ -88,12 +88,12 @@ def _ungroup(graph: fx.Graph, node: fx.Node, items: dict[int, fx.Node]) -> None:
     graph.erase_node(node)
 
 
-def _single_call(node: fx.Node, index: int, item: fx.Node) -> compat.Call | None:
+def _single_call(node: fx.Node, index: int, item: fx.Node) -> fx_graphs.Call | None:
     """The call that makes one item; None where no one pointwise op makes such a tensor."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = dict(zip(schema, arguments(node).values(), strict=True))
     each = {one: value[index] if isinstance(value, list | tuple) else value for one, value in given.items()}
     args = tuple(value for one, value in each.items() if not one.kwarg_only)
     kwargs = {one.name: value for one, value in each.items() if one.kwarg_only}
-    made = compat.call_made_by(_single_op(node), args, kwargs, value_of(item))
+    made = fx_graphs.call_made_by(_single_op(node), args, kwargs, value_of(item))
     return made if made is not None and torch.Tag.pointwise in made.target.tags else None

@@ -30,22 +30,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asynctp_kernels import cuda
-from asynctp_kernels.compat import symmetric_empty, symmetric_rendezvous
 from asynctp_kernels.cuda.choose import select, tables
 from asynctp_kernels.cuda.choose.wire import TRANSPORTS
+from asynctp_kernels.cuda.implementations import ENTRIES, IMPLEMENTATIONS
+from asynctp_kernels.torch_private import symmetric_empty, symmetric_rendezvous
 from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops
-from asynctp_passes import compat
-from asynctp_passes.config import can_be_written, write_whole
+from asynctp_passes.config import can_be_written
 from asynctp_passes.ops import reference
-from asynctp_passes.ops.calls import signature
+from asynctp_passes.ops.calls import SCALES, signature
+from asynctp_passes.reporting.files import write_whole
 from asynctp_passes.tools.cli import OPS, add_bench_options, add_table_options, calls_of_report, mistake
 from asynctp_passes.tools.plots import GATHER_SHAPES, SCATTER_SHAPES, draw_calls
+from asynctp_passes.torch_private import intree, torch_ops
 
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COPY_BYTES_PER_US = select.Rates().copy
-OURS = ("asynctp", *select.IMPLEMENTATIONS)
+OURS = ("asynctp", *IMPLEMENTATIONS)
 #: of gathers and scatters PyTorch has fused ops; of all-reduces it has two that follow a matmul
 PEERS = ("cublas", "nccl", "intree", "oneshot", "twoshot")
 PEERS_OF_ALL_REDUCE, PEERS_OF_OTHERS = ("cublas", "nccl", "oneshot", "twoshot"), ("cublas", "nccl", "intree")
@@ -144,15 +146,14 @@ def built_in(op: str, kind: str, m: int, k: int, n: int, world: int) -> tuple[st
     how = {"out_dtype": "bfloat16", "use_fast_accum": not kind.endswith("precise")}
     where, group = {"reduce_op": "sum", "scatter_dim": 0}, {"group_size": world}
     last = {"return_a_full": False, **group}
-    if kind == "bf16":
-        if gathers:
-            return "all_gather_matmul", {"a_shard": a, "bs": [b], "biases": [None], "gather_dim": 0, **last}
-        return "matmul_reduce_scatter", {"a_parts": [a], "b_parts": [b], "biases": [None], **where, **group}
+    b_scales = {"b_scales": [b_scale], **how}
     if gathers:
-        first = {"a_shard": a, "a_scale": a_scale, "bs": [b], "b_scales": [b_scale], "biases": [None]}
-        return "all_gather_scaled_matmul", {**first, "gather_dim": 0, "gather_a_scale": rowwise, **how, **last}
-    first = {"a_parts": [a], "b_parts": [b], "a_scales": [a_scale], "b_scales": [b_scale], "biases": [None]}
-    return "scaled_matmul_reduce_scatter", {**first, **where, **how, **group}
+        scales = {"a_scale": a_scale, "gather_a_scale": rowwise, **b_scales}
+        name, arguments = "all_gather_matmul", {"a_shard": a, "bs": [b], "biases": [None], "gather_dim": 0, **last}
+    else:
+        scales = {"a_scales": [a_scale], **b_scales}
+        name, arguments = "matmul_reduce_scatter", {"a_parts": [a], "b_parts": [b], "biases": [None], **where, **group}
+    return name, arguments if kind == "bf16" else arguments | scales
 
 
 def _spec(dtype: str, *shape: int) -> Arguments:
@@ -172,7 +173,7 @@ class Call:
     def __init__(self, op: str, arguments: Arguments, device: torch.device) -> None:
         self.op, self.device = op, device
         self.group, self.world = world_group().group_name, dist.get_world_size()
-        self.gathers, self.scaled = op.startswith("all_gather"), "scaled" in op
+        self.gathers, self.scaled = op.startswith("all_gather"), arguments.get("b_scales") is not None
         self._drawn: list[tuple[str, Tensor]] = []
         given = {name: self._made(name, value) for name, value in arguments.items()}
         of_op = signature(op)
@@ -183,7 +184,7 @@ class Call:
         self.biases: list[Tensor | None] = self.call.biases
         a_scales = [self.call.a_scale] if self.gathers else self.call.a_scales
         self.a_scales: list[Tensor] = a_scales if self.scaled else []
-        self.b_scales: list[Tensor] = self.call.b_scales
+        self.b_scales: list[Tensor] = self.call.b_scales or []
         self.along: Tensor | None = self.call.along_shard if self.gathers else None
         self.travels: bool = self.gathers and self.call.gather_a_scale
         self.out_dtype: torch.dtype = self.call.out_dtype or self.a_parts[0].dtype
@@ -303,7 +304,7 @@ class Call:
         by_rows = (a_scale.shape, b_scale.shape) == ((a.shape[0], 1), (1, b.shape[1]))
         alike = a_scale.ndim == b_scale.ndim == 0 or (by_rows and self.out_dtype == torch.bfloat16)
         if a.is_cuda and a.ndim == 2 and alike and bias is None and b.stride(0) == 1:
-            return compat.scaled_mm(a, b, a_scale, b_scale, None, self.out_dtype, fast)
+            return torch_ops.scaled_mm(a, b, a_scale, b_scale, None, self.out_dtype, fast)
         return reference.scaled_product(a, b, a_scale, b_scale, bias, self.out_dtype, fast)
 
     def _products(self, a: Tensor, a_scale: Tensor | None) -> list[Tensor]:
@@ -364,7 +365,7 @@ class Call:
                 full, outs = intree.fused_all_gather_matmul(a, self.bs, self.dim, self.group, return_A=returned)
             return [*outs, full] if self.call.return_a_full else list(outs)
         fits = plain and count == 1 and (a.ndim == 2 or not self.scaled)
-        if "reduce_scatter" in self.op and fits and not self.call.given():
+        if "reduce_scatter" in self.op and fits and not self.call.given() - SCALES:
             how = self.call.reduce_op
             if not self.scaled:
                 return [intree.fused_matmul_reduce_scatter(a, self.bs[0], how, self.dim, self.group)]
@@ -397,16 +398,16 @@ class Call:
         return [torch.ops.symm_mem.two_shot_all_reduce_(self._shared, "sum", self.group)]
 
 
-def kind_of(op: str, arguments: Arguments) -> str:
+def kind_of(arguments: Arguments) -> str:
     """The number format of a call, as `--kinds` names it; also fp8-blocks, and fp16 and fp32."""
     a = arguments["a_shard"] if "a_shard" in arguments else arguments["a_parts"][0]
-    if "scaled" not in op:
+    if arguments.get("b_scales") is None:
         return str(a["dtype"]).replace("bfloat", "bf").replace("float", "fp")
     shapes = [scale["shape"] for scale in arguments["b_scales"]]
     rowwise = any(math.prod(shape) > 1 for shape in shapes)
     blocks = any(len(shape) == 2 and shape[0] > 1 for shape in shapes)
     scales = "-blocks" if blocks else "-rowwise" if rowwise else ""
-    return f"fp8{scales}{'' if arguments['use_fast_accum'] else '-precise'}"
+    return f"fp8{scales}{'' if arguments.get('use_fast_accum') else '-precise'}"
 
 
 def _each(scale: Tensor | None, shape: torch.Size) -> Tensor:
@@ -576,13 +577,13 @@ def rows(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     world = dist.get_world_size()
     for op, arguments in calls(options, world):
         peers = PEERS_OF_ALL_REDUCE if op.endswith("all_reduce") else PEERS_OF_OTHERS
-        names = [*peers, "asynctp", *(select.IMPLEMENTATIONS if options.all else ())]
+        names = [*peers, "asynctp", *(IMPLEMENTATIONS if options.all else ())]
         torch.manual_seed(int(time.time()) * world + dist.get_rank())
         call = Call(op, arguments, device)
         timings, errors, left_out = measure(call, names, options.rounds)
         ran = chosen(call) if "asynctp" in timings else ""
         allowed = limit(errors, call.out_dtype)
-        yield Row(call.problem, kind_of(op, arguments), timings, errors, allowed, ran, left_out)
+        yield Row(call.problem, kind_of(arguments), timings, errors, allowed, ran, left_out)
         del call
 
 
@@ -666,13 +667,13 @@ def tuning_table(found: Sequence[Row]) -> dict[str, dict[str, dict[str, str]]]:
     table: dict[str, dict[str, str]] = {}
     for (key, rows_of_a), alike in calls.items():
         able = [
-            name for name in select.IMPLEMENTATIONS
+            name for name in IMPLEMENTATIONS
             if all(name in row.timings and name not in row.wrong and row.may_run(name) for row in alike)
         ]  # fmt: skip
         never_slower = [name for name in able if not any(row.slower(name) for row in alike)]
         times = {name: _mean_time(name, alike) for name in never_slower or able}
         if times:
-            table.setdefault(key, {})[rows_of_a] = select.fastest(times)
+            table.setdefault(key, {})[rows_of_a] = select.fastest(times, ENTRIES[alike[0].problem.op])
     return {torch.cuda.get_device_name(): table}
 
 
@@ -740,7 +741,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    compat.register_intree_ops()
+    intree.register_ops()
     run(options, device)
     faulthandler.cancel_dump_traceback_later()
     torch.cuda.synchronize()

@@ -28,8 +28,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asynctp_passes.config import Config, ConfigError, can_be_written, required
-from asynctp_passes.reasons import CATALOGUE, Reason, catalogue_markdown
+from asynctp_passes import doctor
+from asynctp_passes.config import can_be_written, required
+from asynctp_passes.reasons import CATALOGUE, Reason
 from asynctp_passes.reporting import files
 from asynctp_passes.reporting.report import Remark, Report
 from asynctp_passes.tools import profile
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     if required():
-        importlib.import_module("asynctp_passes.reporting.picture").waive()
+        importlib.import_module("asynctp_passes.reporting.at_exit").waive()
     options = _options(sys.argv[1:] if arguments is None else list(arguments))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names from files may be no text that can be encoded
@@ -131,9 +132,15 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("asynctp-out"), help="folder to write to (default: %(default)s)")
     demo.set_defaults(run=_demo, parser=demo)
 
-    doctor = commands.add_parser("doctor", help="say what will work on this machine, and what to do about the rest")
-    doctor.add_argument("--json", action="store_true", help="print one JSON array instead")
-    doctor.set_defaults(run=_doctor, parser=doctor)
+    machine = commands.add_parser("doctor", help="say what will work on this machine, and what to do about the rest")
+    form = machine.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON array instead")
+    form.add_argument(
+        "--report", action="store_true",
+        help="print what a bug report needs, without paths and names: this, the environment, and the last reports of "
+        "ASYNCTP_REPORT_FILE or of the newest such file here",
+    )  # fmt: skip
+    machine.set_defaults(run=_doctor, parser=machine)
 
     bench = commands.add_parser(
         "bench", help="time the fused ops against cuBLAS + NCCL and PyTorch's in-tree ops on this machine's GPUs"
@@ -173,7 +180,6 @@ def _parser() -> argparse.ArgumentParser:
         "reasons", help="explain why a chain was not fused; of one CODE, show a program mended"
     )
     reasons.add_argument("code", nargs="?", metavar="CODE", help="a code or a name, as ATP105 or COMPUTED_BETWEEN")
-    reasons.add_argument("--markdown", action="store_true", help="print the reference page of all reasons")
     reasons.set_defaults(run=_reasons, parser=reasons)
 
     report = commands.add_parser("report", help="print the reports that Config.report_file collected")
@@ -207,51 +213,16 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    doctor = _load_doctor()
-    found = doctor.diagnose(doctor.gather_facts(), [doctor.Finding(*bad) for bad in _bad_options()])
-    findings = [doctor.Finding("asynctp", "ok", _versions(doctor)), *found]
-    if options.json:
+    facts = doctor.gather_facts()
+    findings = doctor.diagnose(facts)
+    if options.report:
+        reports = doctor.last_reports(os.environ, Path.cwd())
+        print(doctor.bug_report(facts, findings, reports, doctor.own_names()))
+    elif options.json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         print(doctor.render(findings))
     return 0 if doctor.usable(findings) else 1
-
-
-def _versions(doctor: Any) -> str:
-    """The versions of the package that runs, and of what is installed, and where both halves of it are."""
-    import asynctp_passes
-
-    own, installed = asynctp_passes.__version__, _version()
-    found = own if own == installed else f"{own}, where {installed} is installed"
-    places = [Path(str(module.__file__)).parent for module in (asynctp_passes, doctor)]
-    return f"{found}; passes in {places[0]}, kernels in {places[1]}"
-
-
-def _load_doctor() -> Any:
-    """`asynctp_kernels.doctor`; by its path where that package does not import, since the doctor is to say why."""
-    name = "asynctp_kernels.doctor"
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        package = importlib.util.find_spec("asynctp_kernels")
-        if package is None or not package.submodule_search_locations:
-            raise UsageError(f"doctor: cannot import {name} ({error}); install asynctp-passes again") from error
-        path = Path(package.submodule_search_locations[0]) / "doctor.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _bad_options() -> list[tuple[str, str, str, str]]:
-    """The finding about `ASYNCTP_*` variables that Config refuses: torch.compile would raise it."""
-    try:
-        Config.from_options()
-    except ConfigError as error:
-        return [("options", "fail", str(error), "correct or unset the variable")]
-    return []
 
 
 def add_bench_options(parser: argparse.ArgumentParser, end_to_end: bool = True) -> None:
@@ -668,11 +639,8 @@ def _summaries(trace: profile.Trace, options: argparse.Namespace) -> list[profil
 
 
 def _reasons(options: argparse.Namespace) -> int:
-    if options.code is not None or options.markdown:
+    if options.code is not None:
         from asynctp_passes.tools import reason_programs  # imports torch: slow
-    if options.markdown:
-        print(catalogue_markdown(reason_programs.INTRODUCTION, reason_programs.markdown()), end="")
-        return 0
     for reason in _selected(options.code):
         print(f"{reason.code} {reason.name} ({reason.outcome})\n    {reason.text}")
         print("".join(f"    {title}: {hint}\n" for title, hint in reason.remedies().items()), end="")

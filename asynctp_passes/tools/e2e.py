@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import asynctp_passes
-from asynctp_passes.config import write_whole
+from asynctp_passes.reporting.files import write_whole
 from asynctp_passes.tools.cli import add_bench_options, add_end_to_end_options, mistake, settle_end_to_end, size_mistake
 from asynctp_passes.tools.demo.model import PRESETS, Block, block_plan
 from asynctp_passes.tools.demo.recipe import (

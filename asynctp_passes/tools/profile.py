@@ -7,8 +7,7 @@ device, with the union of intervals over all its streams:
     span = compute + exposed communication + idle
 
 What counts as communication is `RULES`, one table. A GEMM that waits for its peers' rows inside the kernel, as the
-fused one of asynctp can, counts as compute: compare spans as well, since the profiler does not see that wait. What the
-kernel itself says of its tiles (`asynctp_kernels.cuda.stamped`) is put into a trace by `add_tiles`, and drawn.
+fused one of asynctp can, counts as compute: compare spans as well, since the profiler does not see that wait.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from pathlib import Path
-from typing import Any, TypeVar
-
-from asynctp_passes.config import write_whole
+from typing import Any
 
 __all__ = [
     "RULES",
@@ -32,10 +29,8 @@ __all__ = [
     "Panel",
     "Rule",
     "Summary",
-    "Tile",
     "Trace",
     "TraceError",
-    "add_tiles",
     "compare",
     "folded",
     "read",
@@ -108,30 +103,6 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """One tile of asynctp's fused GEMM, or the wait for its rows. Times in microseconds.
-
-    Attributes:
-        device: The GPU.
-        processor: Its SM.
-        rank: Whose rows it computes.
-        own: They are those of the rank itself.
-        waits: It is the wait.
-    """
-
-    device: int
-    processor: int
-    rank: int
-    own: bool
-    waits: bool
-    start: float
-    end: float
-
-
-Timed = TypeVar("Timed", Event, Tile)
-
-
-@dataclass(frozen=True)
 class Trace:
     """The events of a file's GPUs, in order of time.
 
@@ -140,7 +111,6 @@ class Trace:
         events: What ran on the GPUs.
         annotations: `record_function` ranges as they show on the GPUs: (name, device, interval).
         steps: Steps that a profiler schedule recorded; 1 when there was no schedule.
-        tiles: What `add_tiles` wrote.
         machine: The GPUs, as `"4 × NVIDIA H200"`; empty where the file does not say it.
         date: The day in UTC, as `"2026-11-22"`; empty where the file does not say it.
     """
@@ -149,7 +119,6 @@ class Trace:
     events: tuple[Event, ...]
     annotations: tuple[tuple[str, int, Interval], ...] = ()
     steps: int = 1
-    tiles: tuple[Tile, ...] = ()
     machine: str = ""
     date: str = ""
 
@@ -237,7 +206,7 @@ def _trace(path: str | Path, whole: Mapping[str, Any], rules: Sequence[Rule] = (
     """The trace of the file at `path`, from which `whole` has been loaded."""
     known = (*rules, *RULES)
     rule_of: dict[str, Rule] = {}
-    events, annotations, steps, tiles = [], [], set(), []
+    events, annotations, steps = [], [], set()
     for item in whole["traceEvents"]:
         if not isinstance(item, dict) or item.get("ph") != "X":
             continue
@@ -251,9 +220,6 @@ def _trace(path: str | Path, whole: Mapping[str, Any], rules: Sequence[Rule] = (
         elif category == _ANNOTATION:
             device, _, interval = _place(item, path)
             annotations.append((name, device, interval))
-        elif category in _TILE_CATEGORIES:
-            device, processor, interval = _place(item, path)
-            tiles.append(Tile(device, processor, *_whose(item, path), category == _WAIT, *interval))
     if not events:
         raise TraceError(
             f"{path}: the trace holds nothing that ran on a GPU; profile with "
@@ -262,7 +228,7 @@ def _trace(path: str | Path, whole: Mapping[str, Any], rules: Sequence[Rule] = (
     events.sort(key=lambda event: (event.start, event.stream))
     by_time = tuple(sorted(annotations, key=lambda each: each[2]))
     about = _machine(whole), _date(whole, events[0].start)
-    return Trace(str(path), tuple(events), by_time, max(1, len(steps)), tuple(tiles), *about)
+    return Trace(str(path), tuple(events), by_time, max(1, len(steps)), *about)
 
 
 def _machine(whole: Mapping[str, Any]) -> str:
@@ -324,98 +290,8 @@ def _name(item: Mapping[str, Any]) -> str:
     return repr(str(item.get("name")))[:200]
 
 
-def _whose(item: Mapping[str, Any], path: str | Path) -> tuple[int, bool]:
-    """The rank whose rows a tile is of, and whether it is the own one."""
-    about = item.get("args")
-    rank, own = (about.get("rank"), about.get("own")) if isinstance(about, dict) else (None, None)
-    if type(rank) is not int or type(own) is not bool:
-        raise TraceError(
-            f"{path}: the tile {_name(item)} has rank={rank!r} and own={own!r}; it must have a rank's number"
-        )
-    return rank, own
-
-
 def _classify(name: str, rules: Sequence[Rule]) -> Rule:
     return next(rule for rule in rules if re.search(rule.pattern, name))
-
-
-# --- tiles -------------------------------------------------------------------------------------------------------
-_TILE, _WAIT = _TILE_CATEGORIES = ("gemm_tile", "gemm_wait")
-_TILES_PROCESS = 10_000_000  # and the device: the number of a process of its own
-_LOOK = 2.0  # microseconds: a wait as short as this is a look at a word that is there
-_SLACK = 10.0  # microseconds by which the two clocks may differ over one kernel
-
-
-def add_tiles(path: str | Path, calls: Sequence[Mapping[str, Any]], layer: str | None = None) -> None:
-    """Write the tiles of asynctp's fused GEMM into a trace: a process "GEMM tiles" with a track for each SM.
-
-    The first thing that a kernel says of its tiles is put where the trace has it start. A tile begins when its rows are
-    there and what was before it on its SM is stored. Waits for rows are slices too. One that is over before the tile
-    before it is stored lies inside that; of one that ends later, what is behind that tile is shown.
-
-    Args:
-        path: The trace of the rank that made the calls; it is overwritten.
-        calls: Of `asynctp_kernels.cuda.stamped`: all that run "fused" in the trace, in their order.
-        layer: All in the first `record_function` range of this name instead.
-
-    Raises:
-        TraceError: It cannot be read, or its kernels are not those of the calls.
-    """
-    path = Path(path)
-    whole = _load(path)
-    trace = _trace(path, whole)
-    kernels = [event for event in trace.events if event.name == "gemm_kernel"]
-    if layer is not None:
-        ranges = {device: find_annotation(trace, layer, device) for device in trace.devices}
-        kernels = [each for each in kernels if _within((each.start + each.end) / 2, ranges[each.device])]
-    if trace.tiles or [event.device for event in kernels] != [call["device"] for call in calls]:
-        raise TraceError(
-            f"{path}: {len(kernels)} x gemm_kernel and stamps of {len(calls)} calls; stamp all calls that run fused, "
-            "in the trace or in one range of it that you name, and add their tiles once"
-        )
-    added: list[dict[str, Any]] = []
-    for kernel, call in zip(kernels, calls, strict=True):
-        added += _tile_events(path, kernel, call)
-    added += _track_names({(event["pid"], event["tid"]) for event in added})
-    text = json.dumps({**whole, "traceEvents": whole["traceEvents"] + added}).encode()
-    write_whole(path, gzip.compress(text) if path.suffix == ".gz" else text)
-
-
-def _within(time: float, interval: Interval) -> bool:
-    return interval[0] <= time <= interval[1]
-
-
-def _tile_events(path: Path, kernel: Event, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The events of the tiles of one call, which `kernel` made."""
-    begin = min(reached for _, _, reached, _, _ in call["tiles"])
-    length = max(stored - begin for *_, stored in call["tiles"]) / 1e3
-    if length > kernel.end - kernel.start + _SLACK:
-        raise TraceError(
-            f"{path}: a gemm_kernel of {kernel.end - kernel.start:.0f} µs, and stamps of a call of {length:.0f} µs; "
-            "both must be of the same calls"
-        )
-    free: dict[int, float] = {}  # when an SM has stored what it had
-    for number, (rank, processor, *stamps) in sorted(enumerate(call["tiles"]), key=lambda item: item[1][3]):
-        reached, arrived, stored = (round(kernel.start + (stamp - begin) / 1e3, 3) for stamp in stamps)
-        about = {"op": call["op"], "tile": number, "rank": rank, "own": rank == call["rank"], "device": kernel.device}
-        event = {"ph": "X", "pid": _TILES_PROCESS + kernel.device, "tid": processor, "args": about}
-        before = free.get(processor, reached)
-        start = min(max(arrived, before), stored)
-        yield {**event, "cat": _TILE, "name": f"rank {rank}", "ts": start, "dur": round(stored - start, 3)}
-        waiting = max(reached, before) if arrived > before else reached
-        if arrived - waiting > _LOOK:
-            waited = round(arrived - waiting, 3)
-            yield {**event, "cat": _WAIT, "name": f"wait for rank {rank}", "ts": waiting, "dur": waited}
-        free[processor] = stored
-
-
-def _track_names(tracks: Iterable[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """The names that a viewer shows for each (process, SM)."""
-    for process, processor in sorted(tracks):
-        track = {"ph": "M", "pid": process, "tid": processor}
-        yield {**track, "name": "process_name", "args": {"name": f"GEMM tiles of GPU {process - _TILES_PROCESS}"}}
-        yield {**track, "name": "thread_name", "args": {"name": f"SM {processor}"}}
-        yield {**track, "name": "thread_sort_index", "args": {"sort_index": processor}}
 
 
 # --- figures -----------------------------------------------------------------------------------------------------
@@ -428,8 +304,8 @@ def summarize(trace: Trace, window: Interval | None = None) -> tuple[Summary, ..
     )
 
 
-def cut(events: Sequence[Timed], window: Interval | None) -> list[Timed]:
-    """The events or tiles, or their parts, that lie in the window."""
+def cut(events: Sequence[Event], window: Interval | None) -> list[Event]:
+    """The events, or their parts, that lie in the window."""
     if window is None:
         return list(events)
     low, high = window
@@ -516,9 +392,6 @@ def compare(before: Summary, after: Summary) -> str:
 # --- picture -----------------------------------------------------------------------------------------------------
 _COLOURS = {"communication": "#c0392b", "compute": "#2f6cb0", "other": "#6b7280"}
 _LEFT, _WIDTH, _ROW, _TOP, _TAIL = 110, 1000, 30, 38, 32
-_PROCESSOR = 3  # height of an SM's row
-#: of ranks. Source: Okabe and Ito, "Color Universal Design"
-_RANKS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 _STYLE = """<style>
 text { fill: #1d1d1f } .title { font-size: 14px } .line { stroke: #d0d0d4 } .end { stroke: #1d1d1f }
 .page { fill: #fff } .box { stroke: #fff; stroke-width: .5 } .name { fill: #fff; font-size: 10px }
@@ -556,8 +429,7 @@ class Panel:
 def timeline(*panels: Panel) -> str:
     """An SVG picture, for light and dark pages: a row for each stream of a GPU, a box for each event, coloured by kind.
 
-    Several panels are one below the other, on one time scale. Where a trace has tiles (`add_tiles`), they are below its
-    streams, with a thin row for each SM, coloured by rank.
+    Several panels are one below the other, on one time scale.
 
     Args:
         panels: What to draw, one at least.
@@ -575,27 +447,24 @@ def timeline(*panels: Panel) -> str:
         x = _LEFT + 150 * index
         parts.append(f'<rect x="{x}" y="{top + 4}" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 18}" y="{top + 14}">{kind}</text>')
-    ranks = list(_ranks([tile for each in drawn for tile in each.tiles], top + 28))
-    height = top + (50 if ranks else 26)
-    width = _LEFT + _WIDTH + 30
+    height, width = top + 26, _LEFT + _WIDTH + 30
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="system-ui, sans-serif" font-size="12">'
     )
     page = '<rect class="page" width="100%" height="100%"/>'
-    return "\n".join([head, _STYLE, page, *parts, *ranks, "</svg>", ""])
+    return "\n".join([head, _STYLE, page, *parts, "</svg>", ""])
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """A panel, with the events and tiles in it; times in microseconds."""
+    """A panel, with the events in it; times in microseconds."""
 
     title: str
     device: int
     low: float
     high: float
     events: Sequence[Event]
-    tiles: Sequence[Tile]
 
     @classmethod
     def of(cls, panel: Panel) -> _Drawn:
@@ -605,10 +474,9 @@ class _Drawn:
         if not events:
             raise TraceError(f"{trace.name}: nothing ran on GPU {device} there; the GPUs are {trace.devices}")
         low, high = panel.window or (min(event.start for event in events), max(event.end for event in events))
-        tiles = cut([tile for tile in trace.tiles if tile.device == device], (low, high))
         place = f"GPU {device} of {trace.machine}" if trace.machine else f"GPU {device}"
         name = panel.title or Path(trace.name).name
-        return cls(", ".join(part for part in (name, place, trace.date) if part), device, low, high, events, tiles)
+        return cls(", ".join(part for part in (name, place, trace.date) if part), device, low, high, events)
 
     @property
     def streams(self) -> list[int]:
@@ -616,8 +484,7 @@ class _Drawn:
 
     @property
     def height(self) -> int:
-        rows = 10 + _PROCESSOR * len({tile.processor for tile in self.tiles}) if self.tiles else 0
-        return _TOP + _ROW * len(self.streams) + rows + _TAIL
+        return _TOP + _ROW * len(self.streams) + _TAIL
 
     def lines(self, top: int, scale: float, longest: float) -> Iterator[str]:
         """The elements, from `top` on."""
@@ -633,7 +500,6 @@ class _Drawn:
             for event in self.events:
                 if event.stream == stream:
                     yield _box(event, _LEFT + (event.start - self.low) * scale, y, scale)
-        yield from _tiles(self.tiles, self.low, scale, top + _TOP + _ROW * len(self.streams) + 6)
         end = _LEFT + (self.high - self.low) * scale
         yield f'<line class="end" x1="{end:.1f}" x2="{end:.1f}" y1="{top + _TOP - 4}" y2="{bottom}"/>'
 
@@ -679,39 +545,3 @@ def _box(event: Event, x: float, y: float, scale: float) -> str:
 
 
 _SHORTEST = 6  # letters of a name that is cut
-
-
-def _tiles(tiles: Sequence[Tile], low: float, scale: float, top: int) -> Iterator[str]:
-    """A row for each SM: a path of all tiles of a rank's rows, and above them, lighter, one of the waits for them."""
-    if not tiles:
-        return
-    row = {processor: i for i, processor in enumerate(sorted({tile.processor for tile in tiles}))}
-    yield f'<text x="8" y="{top + 10}">GEMM tiles,</text>'
-    yield f'<text x="8" y="{top + 24}">SM {min(row)} to {max(row)}</text>'
-    for waits, rank in sorted({(tile.waits, tile.rank) for tile in tiles}):
-        boxes = []
-        for tile in (tile for tile in tiles if (tile.waits, tile.rank) == (waits, rank)):
-            x, y = _LEFT + (tile.start - low) * scale, top + _PROCESSOR * row[tile.processor]
-            width = max(0.3, (tile.end - tile.start) * scale - 0.5)
-            boxes.append(f"M{x:.1f} {y}h{width:.1f}v{_PROCESSOR}h-{width:.1f}z")
-        yield f'<path d="{"".join(boxes)}" fill="{_shade(rank, waits)}"/>'
-
-
-def _shade(rank: int, waits: bool) -> str:
-    """The colour of a rank; a third of it, on white, for waits."""
-    colour = _RANKS[rank % len(_RANKS)]
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{255 - (255 - part) // 3:02x}" for part in parts) if waits else colour
-
-
-def _ranks(tiles: Sequence[Tile], y: int) -> Iterator[str]:
-    """The legend of the tiles' colours."""
-    ranks = sorted({(tile.rank, tile.own) for tile in tiles})
-    names = [(_shade(rank, False), f"rank {rank}{' (own)' if own else ''}") for rank, own in ranks]
-    names += [(_shade(tile.rank, True), "lighter: waits") for tile in [tile for tile in tiles if tile.waits][:1]]
-    if names:
-        yield f'<text x="8" y="{y + 10}">tiles of rows of</text>'
-    for index, (colour, text) in enumerate(names):
-        x = _LEFT + 110 * index
-        yield f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>'
-        yield f'<text x="{x + 18}" y="{y + 10}">{text}</text>'

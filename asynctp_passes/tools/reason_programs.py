@@ -18,18 +18,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 
-__all__ = ["INTRODUCTION", "NO_PROGRAM", "PROGRAMS", "RANKS", "Program", "markdown", "source_of"]
+__all__ = ["NO_PROGRAM", "PROGRAMS", "RANKS", "Program", "source_of"]
 
 RANKS = 4
 """Size of the group that the programs are written for."""
-
-INTRODUCTION = (
-    f"Below a MISSED reason are a program that gives it and the same program mended, for a group of {RANKS} ranks. "
-    "`takes` names the sizes of a rank's tensors: float32 unless a dtype comes last, and a quoted size is dynamic. "
-    "True and False are options of torch.compile. Their imports are in "
-    "[reason_programs.py](../../asynctp_passes/tools/reason_programs.py)."
-)
-"""How the programs are to be read, for the page of all reasons."""
 
 NO_PROGRAM = {
     "ATP204": "torch.compile makes in-place operations functional before asynctp sees its graph; a graph from "
@@ -109,12 +101,6 @@ def _run(program: Program) -> str:
     options = {"strict": "off", **program.options}
     call = f'torch.compile({program.call.__name__}, backend="asynctp", options={options}{dynamic})'
     return f"{call}(\n    {', '.join(tensors)}, dist.group.WORLD\n)"
-
-
-def markdown() -> dict[str, str]:
-    """The programs of each code, as its section of the page of reasons shows them."""
-    reasons = {code: f"No program gives it on a CPU: {why}." for code, why in NO_PROGRAM.items()}
-    return reasons | {code: f"```python\n{source_of(code)}```" for code in PROGRAMS}
 
 
 def takes(**arguments: list[Any] | bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .compat import process_group
 from .cuda.plans.async_input import async_input_matmul
 from .errors import NotEnrolled, PeerFailed, PeerTimeout, SymmetricMemoryError, UnlikeCalls
 from .host import HostSymmetricMemory, rendezvous
+from .torch_private import process_group
 
 __all__ = [
     "HostSymmetricMemory",

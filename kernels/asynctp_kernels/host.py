@@ -3,11 +3,10 @@
 `HostSymmetricMemory` is to processes what torch's `_SymmetricMemory` handle is to GPUs (torch has none for CPU): every
 rank's buffer is mapped in every process.
 
-Nothing leaks: the files under /dev/shm have no names, so that each lives exactly as long as its mappings, and a killed
-process takes its own with it. Peers open them as files of this process (`/proc/<pid>/fd`). Where they cannot, as from a
-container of its own, each file has a name from when all ranks are there until all have mapped it.
-`multiprocessing.shared_memory` would hand named files to a resource tracker that warns at exit and unlinks them by
-itself before Python 3.13 (python/cpython issue 82300).
+Every file under /dev/shm has a name only from when all ranks are there until all have mapped it, and then lives exactly
+as long as its mappings: a killed process takes its own with it. Its name follows from the meeting, so whichever rank is
+left removes the files of all. `multiprocessing.shared_memory` would hand them to a resource tracker that warns at exit
+and unlinks them by itself before Python 3.13 (python/cpython issue 82300).
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import json
 import math
 import mmap
 import os
-import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +25,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from .errors import SymmetricMemoryError
-from .meeting import Meeting, boot_id, meet, pid_namespace
+from .meeting import Meeting, boot_id, meet
 
 SHARED_FOLDER = Path("/dev/shm")
 _PAGE = mmap.PAGESIZE
@@ -91,7 +89,7 @@ def rendezvous(group: ProcessGroup, buffer_size: int) -> HostSymmetricMemory:
         segment = Segment(host_name(), boot_id(), buffer_size)
         segments = [Segment(**json.loads(text)) for text in meeting.exchange("segment", json.dumps(asdict(segment)))]
         _check_agreement(rank, segments)
-        return HostSymmetricMemory(rank, segment, _share(meeting, rank, _pages(buffer_size)))
+        return HostSymmetricMemory(rank, segment, _share(meeting, rank, group.size(), _pages(buffer_size)))
 
 
 def host_name() -> str:
@@ -104,126 +102,44 @@ def _pages(size: int) -> int:
     return max(math.ceil(size / _PAGE), 1) * _PAGE
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """Where a rank's memory can be opened: as a file of its process, and, should that have to be, by a name.
-
-    Attributes:
-        namespace: in which `pid` is a process.
-        device, inode: of the file, to know it by.
-    """
-
-    namespace: str
-    pid: int
-    fd: int
-    device: int
-    inode: int
-    name: str
-
-    @staticmethod
-    def of(fd: int, name: str) -> _Offer:
-        found = os.fstat(fd)
-        return _Offer(pid_namespace(), os.getpid(), fd, found.st_dev, found.st_ino, name)
-
-
-def _share(meeting: Meeting, rank: int, size: int) -> list[torch.Tensor]:
-    """Memory of `size` bytes of every rank, mapped. No file of it has a name, unless it cannot be opened without."""
+def _share(meeting: Meeting, rank: int, world: int, size: int) -> list[torch.Tensor]:
+    """Memory of `size` bytes of every rank, mapped. None of its files has a name any more."""
+    paths = [SHARED_FOLDER / f"{PREFIX}{meeting.path}_{peer}" for peer in range(world)]
     with contextlib.ExitStack() as held:
-        name = f"{PREFIX}{secrets.token_hex(12)}"
-        fd = meeting.together("reserve", lambda: _reserve(size, name, held))
-        own = _map(fd, size)
-        offers = [
-            _Offer(**json.loads(text)) for text in meeting.exchange("offer", json.dumps(asdict(_Offer.of(fd, name))))
-        ]
-
-        def mapped(opened: Callable[[_Offer], int]) -> list[torch.Tensor]:
-            return [own if peer == rank else _mapped(opened(offer), size, held) for peer, offer in enumerate(offers)]
-
-        found, fault = _tried(lambda: mapped(_of_process))
-        if any(meeting.exchange("opened", fault)):
-            meeting.together("name", lambda: _give_name(fd, name, held))
-            found = meeting.together("mapped", lambda: mapped(_by_name))
-        return found
+        for path in paths:
+            held.callback(path.unlink, missing_ok=True)
+        meeting.together("reserve", lambda: _reserve(paths[rank], size))
+        return meeting.together("mapped", lambda: [_map(path, size) for path in paths])
 
 
-def _reserve(size: int, name: str, held: contextlib.ExitStack) -> int:
-    """A new file of `size` zeros under `SHARED_FOLDER`, with a name only if it must.
-
-    Its pages are reserved: a full folder is an error here, not a SIGBUS later.
-    """
+def _reserve(path: Path, size: int) -> None:
+    """Make a file of `size` zeros. Its pages are reserved: a full folder is an error here, not a SIGBUS later."""
     try:
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, _MODE)
         try:
-            fd = os.open(SHARED_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, _MODE)
-        except OSError:  # not every file system has files without a name
-            fd = os.open(SHARED_FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, _MODE)
-            held.callback((SHARED_FOLDER / name).unlink, missing_ok=True)
-        held.callback(os.close, fd)
-        os.posix_fallocate(fd, 0, size)
+            os.posix_fallocate(fd, 0, size)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise SymmetricMemoryError(
             f"cannot reserve {size} bytes under {SHARED_FOLDER}: {error}. Make room there: delete what other programs "
             f"have left, or mount it larger (docker run --shm-size)"
         ) from error
-    return fd
 
 
-def _give_name(fd: int, name: str, held: contextlib.ExitStack) -> None:
-    """Let `name` stand for an open file until `held` ends."""
-    path = SHARED_FOLDER / name
-    if not path.exists():
-        held.callback(path.unlink, missing_ok=True)
-        os.link(
-            f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True
-        )  # without src_dir_fd it does not follow
-
-
-def _of_process(offer: _Offer) -> int:
-    """Open a peer's file as one of its process.
-
-    Raises:
-        OSError: This process may not, or the peer's is not seen from here.
-    """
-    if offer.namespace != pid_namespace():
-        raise FileNotFoundError("other process ids")
-    return _known(os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR | os.O_CLOEXEC), offer)
-
-
-def _by_name(offer: _Offer) -> int:
-    """Open a peer's file by its name."""
+def _map(path: Path, size: int) -> torch.Tensor:
+    """The file as bytes. The tensor's storage owns the mapping."""
     try:
-        return _known(os.open(SHARED_FOLDER / offer.name, os.O_RDWR | os.O_CLOEXEC), offer)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise SymmetricMemoryError(
-            f"the segment '{offer.name}' of a peer is not under {SHARED_FOLDER} here: the ranks must share one "
+            f"the segment '{path.name}' of a peer is not under {SHARED_FOLDER} here: the ranks must share one "
             f"{SHARED_FOLDER} (one container, or a common IPC namespace)"
         ) from error
-
-
-def _known(fd: int, offer: _Offer) -> int:
-    """`fd`, if it is what was offered: ids of processes, and names, may be those of others."""
-    found = os.fstat(fd)
-    if (found.st_dev, found.st_ino) != (offer.device, offer.inode):
-        os.close(fd)
-        raise FileNotFoundError(f"no file {offer.inode} of device {offer.device}")
-    return fd
-
-
-def _mapped(fd: int, size: int, held: contextlib.ExitStack) -> torch.Tensor:
-    held.callback(os.close, fd)
-    return _map(fd, size)
-
-
-def _tried(do: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], str]:
-    """Give the result of `do()`, and why there is none."""
     try:
-        return do(), ""
-    except OSError as error:
-        return [], str(error) or type(error).__name__
-
-
-def _map(fd: int, size: int) -> torch.Tensor:
-    """The file as bytes. The tensor's storage owns the mapping."""
-    return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+    finally:
+        os.close(fd)
 
 
 def _check_agreement(rank: int, segments: Sequence[Segment]) -> None:

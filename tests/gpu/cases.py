@@ -411,27 +411,20 @@ def draw(case: Case) -> Data:
 def call(case: Case, data: Data, of: dist.ProcessGroup | None = None) -> list[Tensor]:
     """The op, over the group `of` all ranks (by default, the default group)."""
     group, size = (of or dist.group.WORLD).group_name, world()
-    ops, optional = torch.ops.asynctp, () if case.sum_dtype is None else (case.sum_dtype,)
-    optional = optional if data.added is None else (case.sum_dtype, data.added)
-    optional = (case.sum_dtype, data.added, list(case.factors)) if case.factors else optional
-    if case.op == "gather":
-        keep = {"all_keep": False} if case.alone else {}
-        if case.scales:
-            return ops.all_gather_scaled_matmul(
-                data.a[0], data.a_scales[0], data.b, data.b_scales, data.biases, case.dim, case.travels,
-                case.out_dtype, case.fast, case.full, size, group, *data.along, **keep)  # fmt: skip
-        return ops.all_gather_matmul(data.a[0], data.b, data.biases, case.dim, case.full, size, group, **keep)
-    if case.op == "all_reduce" and case.scales:
-        return [ops.scaled_matmul_all_reduce(
-            data.a, data.b, data.a_scales, data.b_scales, data.biases, case.reduce_op, case.out_dtype, case.fast,
-            group, *optional)]  # fmt: skip
-    if case.op == "all_reduce":
-        return [ops.matmul_all_reduce(data.a, data.b, data.biases, case.reduce_op, group, *optional)]
+    ops, optional = torch.ops.asynctp, dict[str, Any]()
     if case.scales:
-        return [ops.scaled_matmul_reduce_scatter(
-            data.a, data.b, data.a_scales, data.b_scales, data.biases, case.reduce_op, case.dim, case.out_dtype,
-            case.fast, size, group, *optional)]  # fmt: skip
-    return [ops.matmul_reduce_scatter(data.a, data.b, data.biases, case.reduce_op, case.dim, size, group, *optional)]
+        optional = {"b_scales": data.b_scales, "out_dtype": case.out_dtype, "use_fast_accum": case.fast}
+    if case.op == "gather":
+        if case.scales:
+            optional |= {"a_scale": data.a_scales[0], "gather_a_scale": case.travels}
+        optional |= {"along_shard": data.along[0]} if data.along else {}
+        optional |= {"all_keep": False} if case.alone else {}
+        return ops.all_gather_matmul(data.a[0], data.b, data.biases, case.dim, case.full, size, group, **optional)
+    optional |= {"a_scales": data.a_scales} if case.scales else {}
+    optional |= {"sum_dtype": case.sum_dtype, "added": data.added, "factors": list(case.factors) or None}
+    if case.op == "all_reduce":
+        return [ops.matmul_all_reduce(data.a, data.b, data.biases, case.reduce_op, group, **optional)]
+    return [ops.matmul_reduce_scatter(data.a, data.b, data.biases, case.reduce_op, case.dim, size, group, **optional)]
 
 
 def gathered(tensor: Tensor, dim: int) -> Tensor:

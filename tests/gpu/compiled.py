@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import asynctp_passes
-from asynctp_passes import compat
 from asynctp_passes.tools.demo.model import Block, ModelSizes, block_plan
+from asynctp_passes.torch_private import inductor_compile, inductor_options
 
 MODES = (None, "reduce-overhead")
 STEPS = 6
@@ -292,8 +292,8 @@ def check(name: str, mode: str | None) -> dict[str, Any]:
     torch.compiler.reset()
     asynctp_passes.clear_reports()
     module, shape, same, options = made(name, "cuda")
-    skips = compat.cudagraph_skips()
-    options = {**options, **compat.inductor_mode_options(mode)}
+    skips = inductor_compile.cudagraph_skips()
+    options = {**options, **inductor_options.of_mode(mode)}
     run = torch.compile(module, backend="asynctp", dynamic=False, fullgraph=True, options=options)
     device = "cpu" if shared else "cuda"
     plain = made(name, device).module
@@ -310,7 +310,7 @@ def check(name: str, mode: str | None) -> dict[str, Any]:
         "fused": found.fused,
         "missed": found.missed,
         "in flight": found.in_flight,
-        "graph skips": compat.cudagraph_skips() - skips,
+        "graph skips": inductor_compile.cudagraph_skips() - skips,
     }
     right = result["difference"] < TOLERANCE and found == wanted
     return {**result, "ok": right and (mode is None or result["graph skips"] == 0)}

@@ -60,14 +60,13 @@ def scaled(elsewhere: bool) -> dict[str, Callable[[], Any]]:
         itertools.cycle([torch.rand(*shape, device="cuda") for _ in range(16 if elsewhere else 1)])
         for shape in ((M // world, 1), (M, 1), (1, N))
     )
-    gather = [0, True, torch.bfloat16, False, False, world, name]
-    scatter = ["sum", 0, torch.bfloat16, False, world, name]
+    gather, scatter = [0, False, world, name], ["sum", 0, world, name]
     return {
-        "rowwise gather": lambda: ops.all_gather_scaled_matmul(
-            shard, next(of_shard), [b.t()], [next(of_b)], [None], *gather
+        "rowwise gather": lambda: ops.all_gather_matmul(
+            shard, [b.t()], [None], *gather, next(of_shard), [next(of_b)], True, torch.bfloat16, False
         ),
-        "rowwise scatter": lambda: ops.scaled_matmul_reduce_scatter(
-            [whole], [b.t()], [next(of_whole)], [next(of_b)], [None], *scatter
+        "rowwise scatter": lambda: ops.matmul_reduce_scatter(
+            [whole], [b.t()], [None], *scatter, [next(of_whole)], [next(of_b)], torch.bfloat16, False
         ),
     }
 

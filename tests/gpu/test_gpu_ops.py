@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from asynctp_passes.tools import profile
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -170,21 +168,3 @@ def test_unlike_calls_are_told_by_every_rank(ranks: int) -> None:
     (result,) = torchrun(ranks, "unlike.py", "--faults", ASYNCTP_TIMEOUT_S="2")
     assert result["bad"] == {}
     assert result["faults"] >= 25
-
-
-@RANKS
-def test_tiles_are_drawn(ranks: int, tmp_path: Path) -> None:
-    """All tiles are in their kernel; a gather's begin with the own rows, a scatter's with others'."""
-    torchrun(ranks, "../../examples/tile_timeline.py", "--out", str(tmp_path))
-    for name in ("gather", "scatter"):
-        trace = profile.read(tmp_path / f"{name}.json.gz")
-        gemm = [event for event in trace.events if event.name == "gemm_kernel"][-1]
-        tiles = sorted((tile for tile in trace.tiles if not tile.waits), key=lambda tile: tile.start)
-        counts = Counter(tile.rank for tile in tiles)
-        assert sorted(counts) == list(range(ranks))
-        assert len(set(counts.values())) == 1
-        assert len({tile.processor for tile in tiles}) > 100
-        assert all(gemm.start <= tile.start <= tile.end <= gemm.end + 10 for tile in tiles)
-        assert tiles[0].own == (name == "gather")
-        assert tiles[-1].own == (name == "scatter")
-        assert "GEMM tiles," in (tmp_path / f"{name}.svg").read_text(encoding="utf-8")

@@ -237,14 +237,13 @@ def gather(shared: Shared, use: Use, own: random.Random, group: dist.ProcessGrou
     def fused() -> list[Tensor]:
         none = [None] * len(bs)
         with forced(use.implementation):
-            if not shared.numbers:
-                outs = ops.all_gather_matmul(a, bs, none, 1, use.full, world(), name, shared.kept)
-            else:
+            scales = dict[str, Any]()
+            if shared.numbers:
                 b_scales = [scale if use.along else torch.ones(1, n, device=device()) for n in use.sizes]
-                outs = ops.all_gather_scaled_matmul(
-                    a, scale if use.along else numbers, bs, b_scales, none, 1, not use.along, BF16, True, use.full,
-                    world(), name, numbers if use.along else None, shared.kept,
-                )  # fmt: skip
+                scales = {"a_scale": scale if use.along else numbers, "gather_a_scale": not use.along}
+                scales |= {"b_scales": b_scales, "out_dtype": BF16, "use_fast_accum": True}
+                scales |= {"along_shard": numbers} if use.along else {}
+            outs = ops.all_gather_matmul(a, bs, none, 1, use.full, world(), name, all_keep=shared.kept, **scales)
         if use.full:
             outs[len(bs)] = outs[len(bs)].float()
         return outs
@@ -279,7 +278,7 @@ def reduction(shared: Shared, use: Use, own: random.Random, group: dist.ProcessG
         summed = (summed / world() if shared.reduce_op == "avg" else summed).to(shared.dtype)
         return [summed.view(-1, cols) if everything else summed[rank()].reshape(blocks, rows // blocks, cols)]
 
-    optional = () if shared.dtype == BF16 and added is None else (None if shared.dtype == BF16 else shared.dtype, added)
+    optional = {"sum_dtype": None if shared.dtype == BF16 else shared.dtype, "added": added}
 
     def apart() -> list[Tensor]:
         made = [(a.float() @ b.float()).to(shared.dtype) for a, b in zip(a_parts, b_parts, strict=True)]
@@ -305,8 +304,8 @@ def reduction(shared: Shared, use: Use, own: random.Random, group: dist.ProcessG
         none = [None] * len(a_parts)
         with forced(use.implementation):
             if everything:
-                return [ops.matmul_all_reduce(a_parts, b_parts, none, shared.reduce_op, name, *optional)]
-            return [ops.matmul_reduce_scatter(a_parts, b_parts, none, shared.reduce_op, 1, world(), name, *optional)]
+                return [ops.matmul_all_reduce(a_parts, b_parts, none, shared.reduce_op, name, **optional)]
+            return [ops.matmul_reduce_scatter(a_parts, b_parts, none, shared.reduce_op, 1, world(), name, **optional)]
 
     return apart if use.implementation in ("bulk", "mover") else fused, [of_all_ranks(sent)], expect
 
@@ -352,15 +351,16 @@ def refused(shared: Shared, use: Use, name: str) -> bool:
 
     none, size = [None] * len(use.sizes), world()
     args: tuple[Any, ...]
+    scaled = dict[str, Any]()
     if shared.kind == "gather":
         a, bs = like(use.blocks, rows // use.blocks, cols, dtype=shared.dtype), [b(cols, n) for n in use.sizes]
         a, op = (turned(a) if use.turned else a), "all_gather_matmul"
         args = (a, bs, none, 1, use.full)
         if shared.numbers:
-            op = "all_gather_scaled_matmul"
             scale = like(dtype=FP32) if use.along else like(use.blocks, rows // use.blocks, 1, dtype=FP32)
             scales = [like(dtype=FP32) if use.along else like(1, n, dtype=FP32) for n in use.sizes]
-            args = (a, scale, bs, scales, none, 1, not use.along, BF16, True, use.full)
+            scaled = {"a_scale": scale, "b_scales": scales, "gather_a_scale": not use.along}
+            scaled |= {"out_dtype": BF16, "use_fast_accum": True}
     else:
         lead = (size * rows,) if shared.kind == "all_reduce" else (use.blocks, size * rows // use.blocks)
         a_parts = [turned(like(*lead, k)) if use.turned else like(*lead, k) for k in use.sizes]
@@ -370,7 +370,7 @@ def refused(shared: Shared, use: Use, name: str) -> bool:
             op, args = "matmul_reduce_scatter", (*args, 1)
     sum_dtype = shared.dtype if shared.kind != "gather" and shared.dtype != BF16 else None
     added = like(*lead, cols, dtype=shared.dtype) if use.added else None
-    given = dict(zip(signature(op).names, args, strict=False)) | {"group_name": ""}
+    given = dict(zip(signature(op).names, args, strict=False)) | scaled | {"group_name": ""}
     if shared.kind != "all_reduce":
         given["group_size"] = size
     if shared.kind != "gather":
@@ -730,7 +730,9 @@ def made(what: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
             wanted = each.expand(-1, UNIT).to(BF16)
             if implementation == "bulk":
                 return wait(ops.all_gather(a, size, name, all_keep=kept, accord=accord)), wanted
-            outs = ops.all_gather_matmul(a, [b], [None], 0, implementation == "kept", size, name, kept, accord)
+            outs = ops.all_gather_matmul(
+                a, [b], [None], 0, implementation == "kept", size, name, all_keep=kept, accord=accord
+            )
             return (torch.cat(outs), wanted.repeat(2, 1)) if implementation == "kept" else (outs[0], wanted)
         if kind == "all_reduce":
             whole = torch.full((rows * size, UNIT), rank() + 1.0, dtype=BF16, device=device())
@@ -746,7 +748,7 @@ def made(what: str, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         if implementation == "bulk":
             return wait(ops.reduce_scatter(whole.to(dtype), "sum", size, name, accord=accord)), wanted
         return ops.matmul_reduce_scatter(
-            [whole], [b], [None], "sum", 0, size, name, *([dtype] * ("wide" in what)), accord=accord
+            [whole], [b], [None], "sum", 0, size, name, sum_dtype=dtype if "wide" in what else None, accord=accord
         ), wanted
 
 

@@ -26,11 +26,12 @@ from torch.fx import Graph
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import asynctp_passes
-from asynctp_passes import Config, DisagreementError, Report, backend, compat, ops, run
+from asynctp_passes import Config, DisagreementError, Report, backend, ops, run
 from asynctp_passes.config import ConfigError, agree_seconds
 from asynctp_passes.ir.records import Answer, Question
 from asynctp_passes.ranks import accord
 from asynctp_passes.ranks.accord import WARN_S, ask
+from asynctp_passes.torch_private import dynamo, inductor_compile, process_groups
 
 QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -58,7 +59,7 @@ class Two:
     def ask(self, rank: int, *questions: Question, name: str = "layer", looked_at: Any = (), **options: Any) -> Any:
         """The answers to a rank's questions about a function's graph; the answer to one question."""
         asked, config = [dataclasses.replace(one) for one in questions], Config(**QUIET, **options)
-        peers = compat.Peers(rank, (0, 1), self.store, self.groups[rank], "1")
+        peers = process_groups.Peers(rank, (0, 1), self.store, self.groups[rank], "1")
         said = accord._said.setdefault(self.groups[rank], accord._Said())
         with _naming, named(name):
             self.boards |= {id(one): accord._Board(peers, said, one, config) for one in asked}
@@ -78,7 +79,7 @@ _naming = threading.Lock()
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
     made = Two()
     monkeypatch.setenv("ASYNCTP_AGREE_S", "0.5")
-    monkeypatch.setattr(compat, "group_timeout_s", lambda group: 1800.0)
+    monkeypatch.setattr(process_groups, "group_timeout_s", lambda group: 1800.0)
     monkeypatch.setattr(accord, "_board", lambda question, config: made.boards[id(question)])
     yield made
     made.threads.shutdown()
@@ -268,8 +269,8 @@ def test_a_rank_that_let_one_wait_pass_costs_little_then(two: Two, monkeypatch: 
 
 
 def test_a_group_whose_life_is_not_known_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = compat.Peers(0, (0, 1), dist.HashStore(), mock.Mock(), life=None)
-    monkeypatch.setattr(compat, "peers_of", lambda name: peers)
+    peers = process_groups.Peers(0, (0, 1), dist.HashStore(), mock.Mock(), life=None)
+    monkeypatch.setattr(process_groups, "peers_of", lambda name: peers)
     (answer,) = ask([WITH], Config(**QUIET))
     assert "it does not say which of its groups this is" in answer.refused[SUM]
     assert peers.store.num_keys() == 0
@@ -278,7 +279,9 @@ def test_a_group_whose_life_is_not_known_does_without(monkeypatch: pytest.Monkey
 def test_a_store_that_fails_refuses_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     store = mock.Mock()
     store.set.side_effect = RuntimeError("connection closed")
-    monkeypatch.setattr(compat, "peers_of", lambda name: compat.Peers(0, (0, 1), store, mock.Mock(), "1"))
+    monkeypatch.setattr(
+        process_groups, "peers_of", lambda name: process_groups.Peers(0, (0, 1), store, mock.Mock(), "1")
+    )
     (answer,) = ask([WITH], Config(**QUIET))
     assert "connection closed" in answer.refused[SUM]
 
@@ -287,14 +290,16 @@ def test_a_store_that_fails_takes_back_no_deviation(monkeypatch: pytest.MonkeyPa
     """Others may count on it, and then send something else than this rank."""
     store = mock.Mock(wraps=dist.HashStore())
     store.check.side_effect = RuntimeError("connection closed")
-    monkeypatch.setattr(compat, "group_timeout_s", lambda group: 1800.0)
-    monkeypatch.setattr(compat, "peers_of", lambda name: compat.Peers(0, (0, 1), store, mock.Mock(), "1"))
+    monkeypatch.setattr(process_groups, "group_timeout_s", lambda group: 1800.0)
+    monkeypatch.setattr(
+        process_groups, "peers_of", lambda name: process_groups.Peers(0, (0, 1), store, mock.Mock(), "1")
+    )
     with pytest.raises(DisagreementError, match=r"connection closed.*Other ranks may count on this one to sum: x"):
         ask([WITH], Config(**QUIET))
 
 
 def test_after_a_yes_a_rank_on_which_asynctp_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "peers_of", lambda name: mock.Mock())
+    monkeypatch.setattr(process_groups, "peers_of", lambda name: mock.Mock())
     for answers in (None, [Answer(frozenset([SUM]))]):
         with pytest.raises(DisagreementError, match="all ranks have agreed to sum: x"):
             accord.refuse([WITH], answers)
@@ -307,7 +312,7 @@ def test_a_large_group_is_asked_by_counts(monkeypatch: pytest.MonkeyPatch) -> No
     for world in (2, 1000):
         store = mock.Mock()
         store.check.return_value, store.add.return_value = False, 1
-        peers = compat.Peers(0, tuple(range(world)), store, mock.Mock(), "1")
+        peers = process_groups.Peers(0, tuple(range(world)), store, mock.Mock(), "1")
         board = accord._Board(peers, accord._Said(), WITH, Config(**QUIET))
         assert board.is_open()
         calls.append(len(store.method_calls))
@@ -422,7 +427,7 @@ def case_other_factor(rank: int) -> list[Attempt]:
 def case_other_options(rank: int) -> list[Attempt]:
     """The life of a group is that of its answers: what the default group refused does not bind another one."""
     group = dist.new_group(list(range(dist.get_world_size())))
-    return [attempt(maxima(str(group.group_name)), bucket=rank == 0)]
+    return [attempt(maxima(str(group.group_name)), skip="bucket" if rank else ())]
 
 
 def case_late_alone(rank: int) -> list[Attempt]:
@@ -696,7 +701,7 @@ def cached(rank: int, world_size: int, folder: str) -> list[tuple[bool, bool, in
         place = f"{folder}/{rank}{looks}"
         with (
             mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=place, ASYNCTP_AGREE_S=PATIENT_S),
-            mock.patch.object(compat, "group_generation", return_value=f"round {again}"),
+            mock.patch.object(process_groups, "group_generation", return_value=f"round {again}"),
             mock.patch.object(accord, "_said", type(accord._said)()),
             mock.patch.object(backend, "_cached_in_vain", wraps=backend._cached_in_vain) as in_vain,
             torch.no_grad(),
@@ -728,7 +733,7 @@ def test_a_graph_that_does_not_stand_is_compiled_again() -> None:
         return len(answers) > 1
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        return compat.inductor_compile(graph, inputs, {}, stands, {})
+        return inductor_compile.compile_graph(graph, inputs, {}, stands, {})
 
     torch._dynamo.reset()
     with torch.no_grad():
@@ -777,10 +782,10 @@ def test_a_long_way_is_told_by_a_hash() -> None:
 # --- the function that is compiled ---
 def test_wrappers_of_dynamo_have_the_name_of_the_function_in_them() -> None:
     """Dynamo compiles partials and functions under `no_grad` in one function of its own."""
-    found: list[compat.CompiledFunction | None] = []
+    found: list[dynamo.CompiledFunction | None] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        found.append(compat.compiled_function())
+        found.append(dynamo.compiled_function())
         return graph.forward
 
     def scaled(x: torch.Tensor, factor: int) -> torch.Tensor:

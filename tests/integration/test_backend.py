@@ -53,9 +53,8 @@ from asynctp_passes import (
     Report,
     StrictError,
     backend,
-    compat,
-    joint_pass,
 )
+from asynctp_passes.torch_private import dynamo
 
 CASES = of_profile(backend_cases.CASES, set(backend_cases.CASES) - set(backend_cases.OF_KINDS_SHOWN))
 
@@ -392,7 +391,7 @@ def test_a_full_disk_ends_no_program(mesh: DeviceMesh, tmp_path: Path, caplog: p
 
 
 def test_a_cached_graph_tells_of_no_break_of_the_process_that_compiled_it(mesh: DeviceMesh) -> None:
-    with mock.patch.object(compat, "graph_breaks", return_value=["async_op=True for distributed collectives"]):
+    with mock.patch.object(dynamo, "graph_breaks", return_value=["async_op=True for distributed collectives"]):
         first = step(mesh)
     second = step(mesh)
     assert hits() == (2, PLAIN_HITS)
@@ -619,6 +618,6 @@ def test_so_it_is_for_the_bare_passes(mesh: DeviceMesh, one: type) -> None:
 
 def test_the_joint_pass_raises_what_it_says(mesh: DeviceMesh) -> None:
     error = DisagreementError("all ranks have agreed")
-    with mock.patch.object(joint_pass, "run_joint", side_effect=error), pytest.raises(DisagreementError) as found:
+    with mock.patch.object(backend, "run_joint", side_effect=error), pytest.raises(DisagreementError) as found:
         RematerializePass(Config(strict="off"))(torch.fx.Graph())
     assert found.value is error

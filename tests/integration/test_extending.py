@@ -61,33 +61,38 @@ def test_a_new_matmul_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused_alike(with_a_matmul())
 
 
-def test_a_new_implementation_is_a_row_an_entry_and_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_implementation_is_its_plan_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is chosen where it is the cheapest, refused by its own checks, and its plan is made."""
     pytest.importorskip("triton")
     from asynctp_kernels.cuda import explanation, implementations
-    from asynctp_kernels.cuda.choose.implementation import Choice, Implementation
-    from asynctp_kernels.cuda.choose.wire import DIRECT, TRANSPORTS
-    from asynctp_kernels.cuda.plans.gather_call import GatherCall
+    from asynctp_kernels.cuda.choose.implementation import Implementation
+    from asynctp_kernels.cuda.choose.wire import DIRECT
+    from asynctp_kernels.cuda.facts import GatherFacts
 
-    def no_bias(call: GatherCall) -> str | None:
+    def no_bias(call: GatherFacts) -> str | None:
         return "a bias, which it does not add" if any(bias is not None for bias in call.biases) else None
 
-    def plan(call: GatherCall, memory: object, choice: Choice) -> str:
-        return f"the plan of {choice.implementation}"
+    class Mine(Implementation):
+        name, transports, refuses = "mine", (DIRECT,), (no_bias,)
 
-    entry = Implementation("mine", (no_bias,), lambda *facts: 0.5, plan)
-    monkeypatch.setitem(TRANSPORTS, "mine", (DIRECT,))
-    monkeypatch.setitem(implementations.ENTRIES, "gather", (entry, *implementations.GATHERS))
+        def __init__(self, call: GatherFacts, memory: object) -> None:
+            self.call = call
+
+        @staticmethod
+        def estimate(*facts: object) -> float:
+            return 0.5
+
+    monkeypatch.setitem(implementations.ENTRIES, "gather", (Mine, *implementations.ENTRIES["gather"]))
     monkeypatch.setattr(explanation.driver, "machine", lambda device: ((9, 0), 132, "NVIDIA H100 80GB HBM3"))
 
     a, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((4, 64), (64, 72)))
     bias = torch.empty(72, dtype=torch.bfloat16, device="meta")
-    plain, added = (
-        GatherCall(a, None, [w], [], [one], 0, False, torch.bfloat16, False, False, 2) for one in (None, bias)
-    )
-    choice = explanation.explain_gather(plain)
+    plain, added = (GatherFacts(a, [w], [one], 0, False, 2) for one in (None, bias))
+    choice = explanation.choice_for(plain)
     assert choice.implementation == "mine"
-    assert implementations.make_plan("gather", plain, None, choice) == "the plan of mine"  # type: ignore[arg-type]
-    refused = explanation.explain_gather(added)
+    plan = implementations.make_plan(plain, None, choice)  # type: ignore[arg-type]
+    assert isinstance(plan, Mine)
+    assert plan.call is plain
+    refused = explanation.choice_for(added)
     assert refused.refused["mine"] == "a bias, which it does not add"
     assert refused.implementation != "mine"

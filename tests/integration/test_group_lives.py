@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  # the backend "fake"
 
-from asynctp_passes import compat
+from asynctp_passes.torch_private import process_groups
 
 WORLD = "0"  # torch's name of the default group
 
@@ -35,12 +35,15 @@ def life(store: dist.Store, rank: int = 0) -> Iterator[Any]:
 @contextlib.contextmanager
 def another_process() -> Iterator[None]:
     """What this process knows of groups is put aside."""
-    with mock.patch.object(compat, "_lives", WeakKeyDictionary()), mock.patch.object(compat, "_newest", {}):
+    with (
+        mock.patch.object(process_groups, "_lives", WeakKeyDictionary()),
+        mock.patch.object(process_groups, "_newest", {}),
+    ):
         yield
 
 
 def asked() -> str:
-    return compat.group_generation(WORLD)
+    return process_groups.group_generation(WORLD)
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def test_a_group_that_is_held_on_to_ends_with_the_next_one(store: dist.Store) ->
     with life(store) as held:
         assert asked() == "0.0"
     gc.collect()
-    assert not store.check([f"default_pg/{WORLD}//{compat._ended(0)}"])
+    assert not store.check([f"default_pg/{WORLD}//{process_groups._ended(0)}"])
     with life(store):
         assert asked() == "0.1"
     assert held is not None
@@ -79,7 +82,7 @@ def test_a_number_that_was_read_too_early_is_read_again(store: dist.Store) -> No
     """A rank with a new group asks before a peer, which still holds the old one, ends that."""
     with life(store):
         assert asked() == "0.0"
-        compat._c10d()._get_process_group_store(dist.group.WORLD).set(compat._ended(0), "1")
+        process_groups._c10d()._get_process_group_store(dist.group.WORLD).set(process_groups._ended(0), "1")
         assert asked() == "0.1"
     with life(store):
         assert asked() == "0.2"
@@ -97,14 +100,14 @@ def test_restarts_of_torchrun_count_apart(store: dist.Store, monkeypatch: pytest
 def test_a_store_that_is_gone_ends_nothing(store: dist.Store) -> None:
     gone = mock.Mock()
     gone.set.side_effect = dist.DistNetworkError("connection reset")
-    compat._end_life(gone, 0)
+    process_groups._end_life(gone, 0)
     gone.set.assert_called_once()
 
 
 PROGRAM = """
 import os, sys, time, torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # the backend "fake"
-from asynctp_passes import compat
+from asynctp_passes.torch_private import process_groups
 
 rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -118,7 +121,7 @@ found = []
 for life in range(3):
     dist.init_process_group("fake", store=dist.PrefixStore("default_pg", store), rank=int(rank), world_size=2)
     meet(f"begin {life}")
-    found.append(compat.group_generation("0") if life or rank == "0" else "-")
+    found.append(process_groups.group_generation("0") if life or rank == "0" else "-")
     meet(f"end {life}")
     if life < 2:
         dist.destroy_process_group()

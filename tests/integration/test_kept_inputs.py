@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
-from asynctp_passes import compat
 from asynctp_passes.ops import collectives  # noqa: F401  (collectives registers its ops)
+from asynctp_passes.torch_private import inductor_order
 
 WORLD, NAME = 2, "0"
 gather, scatter, wait = (
@@ -93,7 +93,7 @@ class AsRewritten(CustomGraphPass):
                 (product,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
                 product.append(end)
                 product.append(start)
-                compat.keep_order(graph, {start: [product]})
+                inductor_order.keep_order(graph, {start: [product]})
 
     def uuid(self) -> None:
         return None

@@ -23,7 +23,7 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 
-from asynctp_passes import compat
+from asynctp_passes.torch_private import process_groups
 
 OPTIONS: dict[str, Any] = {"strict": "off", "log": False, "fallback_by_default": True}
 SOON_S = 12.0
@@ -156,7 +156,7 @@ def skipped(rank: int, _: int) -> Ended:
 def left_alone_with_sums(rank: int, _: int) -> Ended:
     """Rank 0 leaves a graph that sends something else than the program. The others are not in its last call."""
     torch._dynamo.config.recompile_limit = 2
-    compat.group_timeout_s = lambda group: 12.0  # type: ignore[assignment]
+    process_groups.group_timeout_s = lambda group: 12.0  # type: ignore[assignment]
     return calls(sums, ["a", "b", "never"], count=3 if rank == 0 else 2)
 
 

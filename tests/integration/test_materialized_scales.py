@@ -9,9 +9,8 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
-from asynctp_passes.planning import materialize_scales
-from asynctp_passes.planning.materialize_scales import scales_to_store
-from asynctp_passes.rewriting.rewrite import store
+from asynctp_passes.rewriting import store_scales
+from asynctp_passes.rewriting.store_scales import scales_to_store, store
 
 
 class Stores(CustomGraphPass):
@@ -30,7 +29,7 @@ class Stores(CustomGraphPass):
 
 
 def test_compiled_values_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(materialize_scales, "LEAST_ELEMENTS", 0)
+    monkeypatch.setattr(store_scales, "LEAST_ELEMENTS", 0)
     x = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 
     def program(x: Tensor) -> tuple[Tensor, ...]:

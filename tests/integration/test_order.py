@@ -34,9 +34,10 @@ from torch.distributed._functional_collectives import (
 )
 from torch.fx import Graph, Node
 
-from asynctp_passes import AsyncTPPass, Config, RematerializePass, compat, register_local, unregister
+from asynctp_passes import AsyncTPPass, Config, RematerializePass, register_local, unregister
 from asynctp_passes.ir.order import communicates, communications, is_opaque
 from asynctp_passes.ops import matmul_reduce_scatter
+from asynctp_passes.torch_private import inductor_order, torch_ops
 
 _CALL = re.compile(r"torch\.ops\.(?P<op>\w+\.\w+)\.default\((?P<arguments>.*)\)")
 Groups = list[dist.ProcessGroup]
@@ -494,7 +495,7 @@ def test_opaque_ops_count_only_beside_a_collective_of_several_ranks() -> None:
 @pytest.mark.parametrize("name", ["call_torchbind", "inductor_compiled_code", "invoke_leaf_function"])
 def test_a_higher_order_op_that_nobody_sees_into_is_opaque(name: str) -> None:
     op = getattr(torch.ops.higher_order, name, None)
-    if not compat.is_higher_order(op):
+    if not torch_ops.is_higher_order(op):
         pytest.skip(f"this torch has no {name}")
     b = GraphBuilder(ranks=2)
     assert is_opaque(b.graph.call_function(op, (b.input("x", [4, 4]),)))
@@ -527,19 +528,21 @@ def test_a_graph_of_opaque_ops_alone_is_left_to_inductor(groups: Groups) -> None
 def test_what_communicates_runs_on_the_kernel_of_a_collective() -> None:
     """All that the ops of a graph are lowered to, unless Inductor is told to make no kernels."""
     ops = {torch.ops.asynctp.all_gather.default, torch.ops.vllm_like.all_gather.default}
-    assert compat.lower_in_order(ops)
+    assert inductor_order.lower_in_order(ops)
     with torch._inductor.config.patch(fallback_by_default=True):
-        assert not compat.lower_in_order(ops)
-        assert not compat.lower_in_order([]), "torch's collectives are plain calls then, which nothing keeps in order"
-    assert compat.lower_in_order([])
-    assert not compat.lower_in_order({*ops, torch.ops.aten.add.Tensor})
+        assert not inductor_order.lower_in_order(ops)
+        assert not inductor_order.lower_in_order([]), (
+            "torch's collectives are plain calls then, which nothing keeps in order"
+        )
+    assert inductor_order.lower_in_order([])
+    assert not inductor_order.lower_in_order({*ops, torch.ops.aten.add.Tensor})
 
 
 def test_an_op_that_torch_lowers_in_its_own_way_keeps_its_place(groups: Groups) -> None:
     """The graph ties it to what communicates before and after it."""
     op = torch.ops.vllm_like.all_reduce.default
-    present, known = lowering.lowerings.get(op), set(compat._lowered)
-    compat._lowered.discard(op)
+    present, known = lowering.lowerings.get(op), set(inductor_order._lowered)
+    inductor_order._lowered.discard(op)
 
     def own(x: ir.TensorBox, group: str) -> Any:
         return ir.TensorBox.create(ir.FallbackKernel.create(op, x, group))
@@ -552,8 +555,8 @@ def test_an_op_that_torch_lowers_in_its_own_way_keeps_its_place(groups: Groups) 
         lowering.lowerings.pop(op)
         if present is not None:
             lowering.lowerings[op] = present
-        compat._lowered.clear()
-        compat._lowered.update(known)
+        inductor_order._lowered.clear()
+        inductor_order._lowered.update(known)
 
 
 def test_a_pass_alone_warns_of_ops_that_may_have_moved(groups: Groups, caplog: pytest.LogCaptureFixture) -> None:

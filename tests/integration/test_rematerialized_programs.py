@@ -23,7 +23,8 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 import asynctp_passes
-from asynctp_passes import AsyncTPPass, Config, RematerializePartitioner, RematerializePass, Report, compat
+from asynctp_passes import AsyncTPPass, Config, RematerializePartitioner, RematerializePass, Report
+from asynctp_passes.torch_private import partitioner
 
 
 # --- what becomes of it ----------------------------------------------------------------------------------------
@@ -392,7 +393,7 @@ class OwnPartitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
         self.calls += 1
-        return compat.default_partition(gm, joint_inputs, **options)
+        return partitioner.default_partition(gm, joint_inputs, **options)
 
     def uuid(self) -> bytes | None:
         return self.identifier

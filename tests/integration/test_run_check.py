@@ -20,8 +20,9 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
-from asynctp_passes import DisagreementError, compat
+from asynctp_passes import DisagreementError
 from asynctp_passes.ops import run_check
+from asynctp_passes.torch_private import process_groups
 
 QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
 LIMIT_S = 3.0
@@ -47,8 +48,8 @@ def with_options(program: Callable[..., Any], **options: Any) -> Callable[..., A
 # --- the store ------------------------------------------------------------------------------------------------------
 def test_a_group_whose_life_is_not_known_sends_and_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    peers = compat.Peers(0, (0, 1), store, mock.Mock(), life=None)
-    monkeypatch.setattr(compat, "peers_of", lambda name: peers)
+    peers = process_groups.Peers(0, (0, 1), store, mock.Mock(), life=None)
+    monkeypatch.setattr(process_groups, "peers_of", lambda name: peers)
     with pytest.raises(DisagreementError, match="the store of group 'tp' failed"):
         run_check.run_check(7, 1, "tp")
     assert store.num_keys() == 0
@@ -56,7 +57,9 @@ def test_a_group_whose_life_is_not_known_sends_and_writes_nothing(monkeypatch: p
 
 def test_nothing_is_asked_before_ranks_know_that_they_deviate(monkeypatch: pytest.MonkeyPatch) -> None:
     store = mock.Mock()
-    monkeypatch.setattr(compat, "peers_of", lambda name: compat.Peers(0, (0, 1), store, mock.Mock(), "1"))
+    monkeypatch.setattr(
+        process_groups, "peers_of", lambda name: process_groups.Peers(0, (0, 1), store, mock.Mock(), "1")
+    )
     for _ in range(3):
         run_check.run_check(0, 1, "tp")
     assert not store.method_calls
@@ -68,13 +71,13 @@ class Rank:
 
     def __init__(self, rank: int, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.group = mock.Mock()
-        self.peers = compat.Peers(rank, (0, 1), store, self.group, "1")
+        self.peers = process_groups.Peers(rank, (0, 1), store, self.group, "1")
         self.patch = monkeypatch
         run_check.begin(self.group)
 
     def runs(self, accord: int, count: int = 1) -> str:
         """Run a graph: "" where it may go on, "waits", or the error."""
-        self.patch.setattr(compat, "peers_of", lambda name: self.peers)
+        self.patch.setattr(process_groups, "peers_of", lambda name: self.peers)
         try:
             run_check.run_check(accord, count, "tp")
         except DisagreementError as error:
@@ -85,7 +88,7 @@ class Rank:
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank]:
     """Two ranks in turns; each looks once."""
-    monkeypatch.setattr(compat, "group_timeout_s", lambda group: 0.0)
+    monkeypatch.setattr(process_groups, "group_timeout_s", lambda group: 0.0)
     store = dist.HashStore()
     return Rank(0, store, monkeypatch), Rank(1, store, monkeypatch)
 
@@ -213,7 +216,7 @@ def in_turn(rank: int, world_size: int) -> bool:
         return got
 
     function = with_options(program)
-    with torch.no_grad(), mock.patch.object(compat, "group_timeout_s", return_value=20.0):
+    with torch.no_grad(), mock.patch.object(process_groups, "group_timeout_s", return_value=20.0):
         function(x, rank != 2, rank != 1)
         return torch.allclose(step(function), step(program), atol=1e-4)
 

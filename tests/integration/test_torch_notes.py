@@ -16,8 +16,9 @@ from passes import run_pass
 from scripts import run_forked
 
 import asynctp_passes
-from asynctp_passes import Report, compat
+from asynctp_passes import Report
 from asynctp_passes.reporting import torch_notes
+from asynctp_passes.torch_private import dynamo, process_groups
 
 _OPS = torch.library.Library("notes_like", "FRAGMENT")
 _OPS.define("custom_sum(Tensor x) -> Tensor")
@@ -49,16 +50,16 @@ def test_no_other_graph_of_the_corpus_has_a_note(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not hasattr(torch._inductor.config, "batch_invariant"), reason="torch has it from 2.13 on")
-def test_fused_chains_under_the_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_chains_under_the_batch_invariant_mode() -> None:
     path = CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt"
     assert run_pass(load(path).graph).notes == ()
-    monkeypatch.setattr(torch._inductor.config, "batch_invariant", True)
-    (note,) = run_pass(load(path).graph).notes
+    with torch._inductor.config.patch(batch_invariant=True):
+        (note,) = run_pass(load(path).graph).notes
     assert "batch_invariant is on, which asynctp does not promise" in note
 
 
 def test_an_op_that_may_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "has_peers", lambda: True)
+    monkeypatch.setattr(process_groups, "has_peers", lambda: True)
     b = GraphBuilder()
     x = b.mm(b.input("x", [4, 8]), b.input("w", [8, 8]))
     (note,) = run_pass(b.returns(b.call_like(x.meta["val"], torch.ops.notes_like.custom_sum.default, x))).notes
@@ -66,7 +67,7 @@ def test_an_op_that_may_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gather_hidden_by_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "graph_breaks", lambda: [BROKEN, "print", BROKEN])
+    monkeypatch.setattr(dynamo, "graph_breaks", lambda: [BROKEN, "print", BROKEN])
     (note,) = notes_of(CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt", "2.11.0", monkeypatch)
     assert "2 times in this process" in note
     assert torch_notes.hidden_calls(["print"]) == ""
@@ -74,11 +75,11 @@ def test_a_gather_hidden_by_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_cached_graph_has_the_breaks_of_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that filled the cache may have broken graphs, and this one not; or the other way round."""
-    monkeypatch.setattr(compat, "graph_breaks", lambda: [BROKEN, BROKEN])
+    monkeypatch.setattr(dynamo, "graph_breaks", lambda: [BROKEN, BROKEN])
     (filled,) = torch_notes.notes(load(CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt").graph, "backward")
-    monkeypatch.setattr(compat, "graph_breaks", list)
+    monkeypatch.setattr(dynamo, "graph_breaks", list)
     assert torch_notes.from_another_process((filled, "another note")) == ("another note",)
-    monkeypatch.setattr(compat, "graph_breaks", lambda: [BROKEN])
+    monkeypatch.setattr(dynamo, "graph_breaks", lambda: [BROKEN])
     (broken, other) = torch_notes.from_another_process((filled, "another note"))
     assert "1 time in this process" in broken
     assert other == "another note"
@@ -146,7 +147,7 @@ def test_it_is_logged_where_there_is_no_report(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A frame that torch gave up on gives no graph, and so no report."""
-    monkeypatch.setattr(compat, "graph_breaks", lambda: [BROKEN])
+    monkeypatch.setattr(dynamo, "graph_breaks", lambda: [BROKEN])
     with caplog.at_level(logging.WARNING, "asynctp_passes"):
         asynctp_passes.reports()
     assert "is in no report" in caplog.text
@@ -156,7 +157,7 @@ def test_graph_breaks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 
     monkeypatch.setitem(counters, "graph_break", Counter({BROKEN: 2}))
-    assert compat.graph_breaks() == [BROKEN, BROKEN]
+    assert dynamo.graph_breaks() == [BROKEN, BROKEN]
 
 
 def test_the_installed_torch_says_so_if_it_breaks_the_graph() -> None:

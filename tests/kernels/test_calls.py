@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda.implementations import OwnProgram
-from asynctp_kernels.cuda.plans import gather_call, scatter_call
+from asynctp_kernels.cuda.facts import facts_of
+from asynctp_kernels.cuda.plans.own_program import SequentialProgram
 from cuda_stubs import Machine, machine
 from plan_runs import RANK, WORLD
 
@@ -19,13 +19,8 @@ from asynctp_passes.ops.calls import OPS, SIGNATURES, GatherCall, ReduceCall
 
 BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 A, B, ONE = torch.zeros(2, 8, 16, dtype=FP8), torch.zeros(16, 16, dtype=FP8).t(), torch.ones(())
-GATHER = GatherCall(
-    A, [B], [None], "", "all_gather_scaled_matmul", 1, False, WORLD, False, BF16, False, None, 0, ONE, [ONE], None
-)
-SUM = ReduceCall(
-    *([A], [B], [None], "", "scaled_matmul_reduce_scatter", "sum", 1, WORLD, BF16, False, None, 0),
-    *([ONE], [ONE], None, None),
-)
+GATHER = GatherCall(A, [B], [None], 1, False, WORLD, "", ONE, [ONE], False, BF16)
+SUM = ReduceCall([A], [B], [None], "sum", 1, WORLD, "", [ONE], [ONE], BF16)
 OTHERS: dict[str, Any] = {
     "a_shard": A.repeat(1, 2, 1), "a_parts": [A.repeat(1, 2, 1)], "bs": [B, B], "b_parts": [B.t()],
     "biases": [torch.zeros(16, dtype=BF16)], "a_scale": torch.ones(2, 8 * WORLD, 1), "b_scales": [torch.ones(1, 16)],
@@ -52,7 +47,7 @@ class Asked(dict[Any, Any]):
     def get(self, key: Any, default: Any = None) -> Any:
         hash(key)
         self.keys_asked.append(key)
-        return OwnProgram("sequential")
+        return SequentialProgram()
 
 
 @pytest.mark.parametrize("call", [GATHER, SUM], ids=["gather", "sum"])
@@ -110,7 +105,7 @@ def test_optional_arguments_with_their_defaults_are_not_given() -> None:
         assert signature.call(*signature.names[: signature.needed], *signature.defaults.values()) == call
         given = signature.named({**dict.fromkeys(signature.names[: signature.needed]), "accord": 7})
         assert (given.op, given.given()) == (op, {"accord"})
-        assert signature.in_order({"accord": 7})[signature.needed :] == [*[None] * (len(signature.defaults) - 1), 7]
+        assert signature.in_order({"accord": 7})[signature.needed :] == [*[*signature.defaults.values()][:-1], 7]
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -126,23 +121,59 @@ def test_a_signature_makes_the_same_call_of_arguments_in_order_and_by_name(op: s
         assert signature.in_order(dict(zip(signature.names, arguments, strict=False))) == arguments
 
 
-def test_no_kernel_runs_a_call_with_an_argument_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = torch.zeros(8, 16), torch.zeros(16, 8)
-    gather, scatter = SIGNATURES["all_gather_matmul"], SIGNATURES["matmul_reduce_scatter"]
-    calls: list[tuple[Any, dict[str, Any]]] = [
-        (gather.call(a, [b], [None], 0, False, WORLD, ""), {"all_keep": True}),
-        (scatter.call([a], [b], [None], "sum", 0, WORLD, ""), {"added": torch.zeros(8, 8), "sum_dtype": FP32}),
-    ]
+class NewerGather(GatherCall):
+    """A call of a version whose op has one more argument."""
+
+    def given(self) -> set[str]:
+        return {*super().given(), "a_new_one"}
+
+
+class NewerSum(ReduceCall):
+    """The same of an op that reduces."""
+
+    def given(self) -> set[str]:
+        return {*super().given(), "a_new_one"}
+
+
+@pytest.mark.parametrize("call", [GATHER, SUM], ids=["gather", "sum"])
+def test_no_kernel_runs_a_call_with_an_argument_that_it_does_not_know(call: GatherCall | ReduceCall) -> None:
+    newer = (NewerGather if isinstance(call, GatherCall) else NewerSum)(*call)
     with machine(RANK, WORLD) as here:
-        for call, optional in calls:
-            given = call._replace(**optional)
-            known = cuda.explain(given, WORLD)
-            with monkeypatch.context() as patch:
-                for module in (gather_call, scatter_call):
-                    patch.setattr(module, "KNOWN", set())
-                unknown = cuda.explain(given, WORLD)
-                assert run(here, given) == "its own program"
-            reason = f"arguments that no kernel knows: {', '.join(optional)}"
-            assert {name for name, why in unknown.refused.items() if why == reason} == {"fused", "decomposed", "direct"}
-            assert unknown.implementation in ("sequential", "whole")
-            assert reason not in known.refused.values()
+        known, unknown = cuda.explain(call, WORLD), cuda.explain(newer, WORLD)
+        assert run(here, newer) == "its own program"
+    reason = "arguments that no kernel knows: a_new_one"
+    assert {name for name, why in unknown.refused.items() if why == reason} == {"fused", "decomposed", "direct"}
+    assert unknown.implementation in ("sequential", "whole")
+    assert reason not in known.refused.values()
+
+
+@pytest.mark.parametrize("call", [GATHER, SUM], ids=["gather", "sum"])
+def test_kernels_know_every_optional_argument(call: GatherCall | ReduceCall) -> None:
+    """Each that the ops have is a field of what the kernels make of a call."""
+    optional = SIGNATURES[call.op].defaults.keys()
+    given = call._replace(**{name: OTHERS[name] for name in optional})
+    assert given.given() == set(optional)
+    assert facts_of(given, WORLD).unknown == ()
+
+
+B_SAID = "float8_e4m3fn[16, 16] of strides [1, 16]"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            GATHER._replace(accord=7),
+            f"all_gather_matmul over {WORLD} ranks along 1: float8_e4m3fn[2, 8, 16] @ {B_SAID}; biases=[None]; "
+            "return_a_full=False; a_scale=float32[]; b_scales=[float32[]]; out_dtype=bfloat16; accord=7",
+        ),
+        (
+            SUM._replace(op="matmul_all_reduce", scatter_dim=None, group_size=None, factors=[2.0]),
+            f"matmul_all_reduce over {WORLD} ranks: float8_e4m3fn[16, 16] @ {B_SAID}; biases=[None]; reduce_op=sum; "
+            "a_scales=[float32[]]; b_scales=[float32[]]; out_dtype=bfloat16; factors=[2.0]",
+        ),
+    ],
+    ids=["gather", "sum"],
+)
+def test_the_facts_of_a_call_print_themselves(call: GatherCall | ReduceCall, text: str) -> None:
+    assert repr(facts_of(call, WORLD)) == text

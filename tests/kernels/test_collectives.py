@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 pytest.importorskip("triton")
 
-import asynctp_kernels.compat as kernels_compat
+import asynctp_kernels.torch_private as kernels_private
 import cuda_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import moves
@@ -215,7 +215,7 @@ def test_a_gather_that_the_stream_waits_for(kept: bool, here: Machine) -> None:
     call = bulk_call(tensor(1, 24), torch.rand(1, 6), WORLD, kept)
     plan = CopiedGather(call, here.memory)
     here.kernels.clear()
-    found, numbers = plan.run(call.a_shard, None, (), (), (), call.along)
+    found, numbers = plan.run(call.a_shard, None, (), (), (), call.along_shard)
     assert (found.shape, numbers.shape) == ((WORLD, 24), (WORLD, 6))
     streams = [STREAMS[entry.stream] for entry in here.log]
     joined = [entry.event for entry in here.of(Awaited) if entry.stream == MAIN]
@@ -580,7 +580,7 @@ def test_what_nccl_has_to_do(here: Machine) -> None:
 def test_a_registered_wait_is_called_by_wait_tensor() -> None:
     called: list[bool] = []
     result = torch.zeros(4)
-    kernels_compat.register_wait(result, lambda: called.append(True))
+    kernels_private.register_wait(result, lambda: called.append(True))
     torch.ops._c10d_functional.wait_tensor(result)
     assert called == [True]
 
@@ -594,7 +594,7 @@ def test_what_a_wait_refers_to_is_freed_by_it() -> None:
 
     result, held = torch.zeros(4), Held()
     alive = weakref.ref(held)
-    kernels_compat.register_wait(result, held.wait)
+    kernels_private.register_wait(result, held.wait)
     del held
     gc.disable()
     try:

@@ -23,7 +23,6 @@ from profiles import thorough
 
 pytest.importorskip("triton")
 
-from asynctp_kernels.cuda import stamped
 from asynctp_kernels.cuda.choose.tiles import Tiles, pingpong, tiles_for
 from asynctp_kernels.cuda.choose.wire import EXTREME_DTYPES, Wire
 from asynctp_kernels.cuda.gemm import gemm_kernels
@@ -60,7 +59,6 @@ from compiled_kernels import (
     late_loads,
     loaded,
     missing,
-    order,
     small_and_gemm,
     waits,
 )
@@ -369,7 +367,7 @@ def test_tiles_in_shares(op: str, name: str, tmp_path: Path) -> None:
     assert leaves_room(gemm.launch)
 
 
-# --- stamps of tiles ---------------------------------------------------------------------------------------------
+# --- factors and tiles ---------------------------------------------------------------------------------------------
 def plan_gemm(op: str, name: str) -> Prepared:
     """The GEMM of a plan."""
     with machine() as here:
@@ -389,18 +387,6 @@ OF_BOTH = pytest.mark.parametrize(
 
 
 @OF_BOTH
-def test_without_stamps_the_kernel_is_one_that_knows_none(op: str, name: str, tmp_path: Path) -> None:
-    """Instruction for instruction, register for register."""
-    prepared = plan_gemm(op, name)
-    source, count = re.subn(r"\n( +)if STAMPS:(\n\1 +.*)+", "", Path(gemm_kernels.__file__).read_text("utf-8"))
-    assert count == 3
-    assert source.count("stamp(") == 1, "there is its definition only"
-    without = compiled(replace(prepared, kernel=loaded(source, tmp_path).gemm_kernel), tmp_path)
-    assert prepared.constants["STAMPS"] is False
-    assert compiled(prepared, tmp_path).ptx.instructions == without.ptx.instructions
-
-
-@OF_BOTH
 def test_without_a_factor_the_kernel_is_one_that_knows_none(op: str, name: str, tmp_path: Path) -> None:
     """Instruction for instruction, register for register."""
     prepared = plan_gemm(op, name)
@@ -409,20 +395,6 @@ def test_without_a_factor_the_kernel_is_one_that_knows_none(op: str, name: str, 
     without = compiled(replace(prepared, kernel=loaded(source, tmp_path).gemm_kernel), tmp_path)
     assert prepared.constants["FACTOR"] == 1
     assert compiled(prepared, tmp_path).ptx.instructions == without.ptx.instructions
-
-
-@OF_BOTH
-def test_gemm_with_stamps(op: str, name: str, tmp_path: Path) -> None:
-    """Every tile takes the time before and after its wait, and behind its store; all else is as it was."""
-    with stamped():
-        prepared = plan_gemm(op, name)
-    gemm, variant = compiled(prepared, tmp_path), (SCATTERS if op == "scatter" else GATHERS)[name]
-    check_products(gemm, variant)
-    check_resources(gemm, variant)
-    stored = "s" * variant.tiles.split + "t"
-    assert re.fullmatch(f"(tt|{stored}|c)+" if op == "scatter" else f"(tat|{stored})+", order(gemm.ptx))
-    if op != "scatter":
-        assert late_loads(gemm.ptx, gemm.ptx.find(TMA_LOAD % 3), block_coordinate) == []
 
 
 #: (dtype, precise sums, several scaled products)
@@ -697,7 +669,7 @@ def test_push_reduce_kernel(world: int, where: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_push_all_reduce_kernel(world: int, shots: int, tmp_path: Path) -> None:
     with machine(world=world) as here, mock.patch.object(Wire, "shots", shots):
-        call = replace(scatter_call((1024,), (64,), 8192, world=world), unscaled_op="matmul_all_reduce")
+        call = replace(scatter_call((1024,), (64,), 8192, world=world), scatter_dim=None)
         direct.DirectAllReduce(call, here.memory)
         kernel = compiled(here.prepared[-1], tmp_path)
     check_small(kernel)

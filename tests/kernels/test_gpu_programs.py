@@ -43,8 +43,8 @@ class Explained:
         self.world = world
 
     def __getattr__(self, op: str) -> Any:
-        def explain(*args: Any, all_keep: bool | None = None) -> list[torch.Tensor]:
-            self.choice = cuda.explain(signature(op).call(*args), self.world)
+        def explain(*args: Any, **options: Any) -> list[torch.Tensor]:
+            self.choice = cuda.explain(signature(op).call(*args)._replace(**options), self.world)
             return []
 
         return explain

@@ -20,7 +20,6 @@ from profiles import thorough
 
 pytest.importorskip("triton")
 
-from asynctp_kernels.cuda import stamped
 from asynctp_kernels.cuda.choose.tiles import pingpong, tiles_for
 from asynctp_kernels.cuda.gemm import gemm
 from asynctp_kernels.cuda.plans import fused
@@ -42,14 +41,12 @@ from compiled_kernels import (
     in_order,
     loaded,
     missing,
-    order,
     small_and_gemm,
     without_lines,
 )
 from compiled_kernels import check_room as check_room_for
 from cuda_stubs import FP8, SMS, Machine, Prepared, gather_call, is_descriptor, machine, scatter_call
-from gemm_runs import DONE, RUNS, Gemm, check_runs
-from lowered import parse
+from gemm_runs import check_runs
 
 if not IS_INTERPRETED:
     from asynctp_kernels.cuda.gemm import pingpong_kernels
@@ -202,34 +199,6 @@ def test_tiles_in_shares(op: str, tmp_path: Path) -> None:
         prepared = plan(op, BOTH["tensorwise"][0], here, programs=3)
     assert prepared.programs == prepared.constants["PROGRAMS"] > prepared.constants["SLOTS"] == 3
     check_runs(prepared, compiled(prepared, tmp_path).ttgir)
-
-
-@pytest.mark.parametrize("op", ["pushed", "scatter"])
-def test_stamps(op: str, tmp_path: Path) -> None:
-    """The loader takes the time before and behind its wait, the storer behind its stores, and says which SM it is."""
-    options, stack = BOTH["tensorwise"]
-    with stamped():
-        prepared, found = planned(op, options, tmp_path)
-    assert sorted(re.findall(r"tat|tt|sst", order(found.ptx))) == ["sst", "tat" if op == "pushed" else "tt"]
-    assert found.stack <= stack
-    check_stamps(prepared, found)
-
-
-def check_stamps(prepared: Prepared, found: Compiled) -> None:
-    """Each tile has its three times and its SM, in the order in which tiles are dealt out."""
-    gemm, kernel = Gemm(prepared, RUNS[0]), parse(found.ttgir)
-    tiles = gemm.run.world * gemm.row_tiles * sum(gemm.columns)
-    stamps = [
-        event
-        for program in range(gemm["PROGRAMS"])
-        for event in kernel.run(program, gemm.arguments())
-        if event[0] == "stamp"
-    ]
-    assert sorted(stamps) == sorted(
-        ("stamp", DONE + 1 + 4 * tile + number, "sm" if number == 3 else "time")
-        for tile in range(tiles)
-        for number in range(4)
-    )
 
 
 def test_the_storer_waits_for_its_stores_before_it_counts(tmp_path: Path) -> None:

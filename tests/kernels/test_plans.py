@@ -22,9 +22,9 @@ pytest.importorskip("triton")
 import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
 from asynctp_kernels.cuda.choose.wire import PUSH
+from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm import cublas
 from asynctp_kernels.cuda.plans import decomposed, fused
-from asynctp_kernels.cuda.plans.gather_call import GatherCall
 from asynctp_kernels.cuda.plans.gather_transports import GatherPush
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
 from cuda_stubs import (
@@ -117,7 +117,7 @@ def test_bytes_that_a_gather_pulls(case: str, chunks: int, here: Machine) -> Non
     run_gather(call, here, gather_plan(call, here, "fused", chunks))
     shard = call.a_shard.numel() * call.a_shard.itemsize
     scales = 0 if call.travels is None else call.travels.numel() * 4
-    copies, own = here.of(Copied), shard + (0 if call.along is None else scales)
+    copies, own = here.of(Copied), shard + (0 if call.along_shard is None else scales)
     assert sum(copy.size for copy in copies) == (WORLD - 1) * (shard + scales) + own
     boxes = [part.data_ptr() for part in here.parts("box")]
     for peer in set(range(WORLD)) - {RANK}:
@@ -293,14 +293,14 @@ def test_strided_column_scales_are_read_right(here: Machine) -> None:
 
 def test_expanded_column_scales_are_read_right(here: Machine) -> None:
     call = replace(scatter_call((768,), (64,), 72, **ROWWISE), b_scales=[torch.rand(1, 1).expand(1, 72)])
-    if "fused" not in cuda.explain_scatter(call).refused:
+    if "fused" not in cuda.choice_for(call).refused:
         out, wanted, _ = run_scatter(call, here, scatter_plan(call, here, "fused"))
         assert torch.equal(out, wanted)
 
 
-def fused_or_refused(call: GatherCall, here: Machine) -> list[Tensor] | None:
+def fused_or_refused(call: GatherFacts, here: Machine) -> list[Tensor] | None:
     """What the fused implementation gives; None if it refuses the call."""
-    if "fused" in cuda.explain_gather(call).refused:
+    if "fused" in cuda.choice_for(call).refused:
         return None
     outs, _, _ = run_gather(call, here, gather_plan(call, here, "fused"))
     return outs

@@ -22,8 +22,8 @@ from asynctp_kernels import SymmetricMemoryError, cuda
 from asynctp_kernels.cuda import explanation, moves, plan_cache
 from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS
 from asynctp_kernels.cuda.choose.wire import PUSH, Wire
+from asynctp_kernels.cuda.facts import ReduceFacts, part_rows
 from asynctp_kernels.cuda.plans import decomposed
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, part_rows
 from cuda_stubs import (
     COPY,
     REDUCE,
@@ -60,9 +60,9 @@ def here() -> Iterator[Machine]:
 
 
 # --- all-reduces: the plan of a scatter, and a gather --------------------------------------------------------------
-def all_reduce(here: Machine, call: ScatterCall, check: Callable[[], None] = lambda: None) -> Tensor | None:
+def all_reduce(here: Machine, call: ReduceFacts, check: Callable[[], None] = lambda: None) -> Tensor | None:
     """The sum of a call's products as the op makes it."""
-    return op(here, replace(call, unscaled_op="matmul_all_reduce"), check)
+    return op(here, replace(call, scatter_dim=None), check)
 
 
 @pytest.mark.parametrize("rows", [(2, 96, 2), (50,)], ids=["whole rows", "parts that end in a row"])
@@ -73,9 +73,9 @@ def test_all_reduce(implementation: str, rows: tuple[int, ...], options: dict[st
     if implementation == "fused" and rows == (50,):
         pytest.skip("its parts are whole rows")
     call, checked = scatter_call(rows, (64,), 80, **options), []
-    flat = replace(call, a_parts=[call.a_parts[0].view(-1, 64)], dim=0)
+    flat = replace(call, a_parts=[call.a_parts[0].view(-1, 64)], scatter_dim=0)
     mine = whole(flat, "decomposed").bfloat16().view(WORLD, -1)
-    signature = replace(flat, unscaled_op="matmul_all_reduce").wire.signature(PUSH)
+    signature = replace(flat, scatter_dim=None).wire.signature(PUSH)
     sums = torch.randn(mine.shape).bfloat16()
     with cuda.forced(implementation):
         for _ in range(2):
@@ -122,7 +122,7 @@ def test_scales_of_some_rows() -> None:
 def test_rows_of_parts(world: int) -> None:
     """Each row is multiplied once, and before any part that it belongs to is pushed."""
     for rows, columns in ((world, 8), (world + 1, 24), (50, 8 * world), (97, 40)):
-        call = replace(scatter_call((rows,), (8,), columns, world=world), unscaled_op="matmul_all_reduce")
+        call = replace(scatter_call((rows,), (8,), columns, world=world), scatter_dim=None)
         part = call.parts.cols
         for rank in range(world):
             made = set[int]()
@@ -400,7 +400,7 @@ def test_the_current_device_has_to_be_that_of_the_tensors(here: Machine) -> None
 def test_a_group_chooses_by_the_table_that_it_agreed_on(here: Machine) -> None:
     here.kernels.clear()
     call = gather_call((4096,), 512, (72,))
-    (*_, name), problem = cuda.runtime.driver.machine(0), explanation.gather_problem(call)
+    (*_, name), problem = cuda.runtime.driver.machine(0), explanation.problem_for(call)
     for wanted in ("decomposed", "fused"):
         here.memory.plans.clear()
         here.memory.table = {name: {problem.key: {str(problem.rows): wanted}}}
@@ -484,7 +484,7 @@ def test_a_rank_whose_scatter_is_refused_tells_so_by_its_next_calls(here: Machin
         for made in range(1, 3):
             here.log.clear()
             with pytest.raises(ValueError, match="asynctp: no"):
-                op(here, replace(scatter, dim=-2), refuse)
+                op(here, replace(scatter, scatter_dim=-2), refuse)
             assert here.log == []
             assert here.memory.skipped == made
         assert op(here, scatter) is not None

@@ -414,7 +414,7 @@ def _gather_runner(here: Machine, implementation: str, **options: bool) -> Calla
 
 
 def _all_reduce_runner(here: Machine) -> Callable[[], object]:
-    call = replace(scatter_call((7,), (64,), 72), unscaled_op="matmul_all_reduce")
+    call = replace(scatter_call((7,), (64,), 72), scatter_dim=None)
     plan = direct.DirectAllReduce(call, here.memory)
     return lambda: plan.run(call.a_parts, call.b_parts, (), (), call.biases)
 

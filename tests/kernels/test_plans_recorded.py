@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 import cuda_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.plans import fused
-from asynctp_kernels.cuda.plans.gather_call import GatherTensors
-from asynctp_kernels.cuda.plans.scatter_call import ScatterTensors
+from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
+from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
 from cuda_stubs import (
     SMS,
     Copied,
@@ -328,7 +328,7 @@ def test_scales_and_biases_elsewhere_are_no_other_gather(
     elsewhere(plan)
     for number in range(4):
         call = replace(call, b_scales=other_values(call.b_scales), biases=other_values(call.biases))
-        if call.a_scale is not None and not call.scale_travels:
+        if call.a_scale is not None and not call.gather_a_scale:
             call = replace(call, a_scale=other_values([call.a_scale])[0])
         (*outs, gathered), full, a_scale = run_gather(call, recording, plan)
         assert torch.equal(bits(gathered), bits(full))

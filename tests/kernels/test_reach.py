@@ -10,7 +10,7 @@ import pytest
 import torch
 from asynctp_kernels.cuda import groups
 from asynctp_kernels.cuda.choose import select
-from asynctp_kernels.cuda.runtime import enroll, reach
+from asynctp_kernels.cuda.runtime import enroll
 from asynctp_kernels.cuda.runtime.enroll import Facts
 
 
@@ -22,7 +22,7 @@ def seen(visible: str, index: int, apart: tuple[str, ...] = ()) -> str:
         "can_device_access_peer": lambda one, other: visible[one] + visible[other] not in apart,
     }
     with mock.patch.multiple(torch.cuda, **cuda):
-        return ", ".join(reach.reached.__wrapped__(index))
+        return ", ".join(enroll.reached.__wrapped__(index))
 
 
 def test_processes_that_see_all_gpus_name_the_same() -> None:

@@ -6,7 +6,6 @@ import json
 import operator
 import re
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +17,13 @@ import torch
 pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda.choose import names, select
-from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, WHOLE, Problem, Rates
+from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.choose.select import WHOLE, Problem, Rates
 from asynctp_kernels.cuda.choose.wire import (
     TRANSPORTS,
     Wire,
 )
-from asynctp_kernels.cuda.implementations import ENTRIES
+from asynctp_kernels.cuda.implementations import ENTRIES, IMPLEMENTATIONS
 from graph_builder import GraphBuilder, aten
 from passes import run_pass
 from selections import (
@@ -50,7 +49,8 @@ from selections import (
 )
 from torch.fx import Graph
 
-from asynctp_passes import compat
+from asynctp_passes.ops.calls import SIGNATURES
+from asynctp_passes.torch_private import process_groups
 
 
 @pytest.fixture(autouse=True)
@@ -263,36 +263,6 @@ def test_environment(implementation: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert select.requested() == "direct", "the program has the last word"
 
 
-@pytest.fixture
-def told_again() -> None:
-    """As if no old name had been given yet."""
-    names._warn.cache_clear()
-
-
-@pytest.mark.usefixtures("told_again")
-def test_an_old_name_is_another_spelling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a program forces, and of the variable: each warns once."""
-    with pytest.warns(FutureWarning, match="forced names 'unfused', which is now 'sequential'"), cuda.forced("unfused"):
-        assert select.requested() == "sequential"
-    monkeypatch.setenv(select.VARIABLE, "unfused")
-    select.refresh()
-    with pytest.warns(FutureWarning, match=rf"{select.VARIABLE} names 'unfused', which is now 'sequential'"):
-        assert select.requested() == "sequential"
-    select.refresh()
-    with warnings.catch_warnings(), cuda.forced("unfused"):
-        warnings.simplefilter("error")
-        assert select.requested() == "sequential"
-
-
-@pytest.mark.usefixtures("told_again")
-def test_a_table_of_an_older_version_is_read(table: Path) -> None:
-    write(table, {UNKNOWN: {KEY: {"1000": "unfused", "2000": "unfused"}}})
-    with pytest.warns(FutureWarning, match="tuning.json names 'unfused', which is now 'sequential'") as told:
-        assert select.tuned() == {UNKNOWN: {KEY: {"1000": "sequential", "2000": "sequential"}}}
-    assert len(told) == 1
-    assert chosen(ASKED).implementation == "sequential"
-
-
 def test_environment_auto_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(select.VARIABLE, "auto")
     select.refresh()
@@ -340,7 +310,10 @@ def test_what_was_measured_with_fast_sums_does_not_decide_for_precise_ones(table
     fast, precise = Problem.of(*sizes, True), Problem.of(*sizes, False)
     assert (chosen(fast, device=H200).implementation, chosen(fast, device=H200).source) == ("fused", "measured")
     choice = chosen(precise, device=H200)
-    assert (choice.implementation, choice.source) == (select.fastest(choice.estimates_us), "cost model")
+    assert (choice.implementation, choice.source) == (
+        select.fastest(choice.estimates_us, ENTRIES["gather"]),
+        "cost model",
+    )
     assert choice.implementation != "fused"
     write(table, {H200: {precise.key: {"4096": "direct"}}})
     assert (chosen(precise, device=H200).implementation, chosen(precise, device=H200).source) == ("direct", "measured")
@@ -382,8 +355,10 @@ def test_a_damaged_table_is_named(table: Path) -> None:
 
 @pytest.mark.parametrize(("decomposed", "winner"), [(99.5, "fused"), (99.1, "fused"), (98.9, "decomposed")])
 def test_decomposed_has_to_be_ahead_of_fused(decomposed: float, winner: str) -> None:
-    assert select.fastest({"fused": 100.0, "decomposed": decomposed, "sequential": 120.0}) == winner
-    assert select.fastest({"decomposed": decomposed, "direct": 99.0}) == ("decomposed" if decomposed < 99 else "direct")
+    entries = ENTRIES["gather"]
+    assert select.fastest({"fused": 100.0, "decomposed": decomposed, "sequential": 120.0}, entries) == winner
+    of_others = {"decomposed": decomposed, "direct": 99.0}
+    assert select.fastest(of_others, entries) == ("decomposed" if decomposed < 99 else "direct")
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -400,7 +375,7 @@ def test_beside_other_groups_a_table_does_not_decide_for_decomposed(beside: bool
 
 @pytest.mark.parametrize(("decomposed", "winner"), [(96.0, "fused"), (94.0, "decomposed")])
 def test_beside_other_groups_decomposed_has_to_be_further_ahead(decomposed: float, winner: str) -> None:
-    assert select.fastest({"fused": 100.0, "decomposed": decomposed}, select.BESIDE_AHEAD) == winner
+    assert select.fastest({"fused": 100.0, "decomposed": decomposed}, ENTRIES["scatter"], beside=True) == winner
 
 
 def test_a_table_does_not_make_run_what_cannot(table: Path) -> None:
@@ -533,14 +508,15 @@ def test_reports_expect_what_the_call_runs(
     on_gpu(monkeypatch)
     (remark,) = run_pass(program(GraphBuilder())).fused
     wrong, reason = REFUSED_BY_MORE_THAN_SIZES[program]
-    choice = explain(remark.op.removeprefix("asynctp::"), *meta(remark.call), device=H200)
+    op = remark.op.removeprefix("asynctp::")
+    choice = explain(op, *meta(op, remark.call), device=H200)
     assert reason in choice.refused[wrong]
     assert remark.implementation == f"{choice.implementation} ({choice.source})"
     assert wrong != choice.implementation
 
 
-def meta(call: dict[str, Any]) -> list[Any]:
-    """The arguments that a report tells, without the group."""
+def meta(op: str, call: dict[str, Any]) -> list[Any]:
+    """The arguments that a report tells, without the group; optional ones are the last, by name."""
 
     def made(value: Any) -> Any:
         if isinstance(value, dict):
@@ -550,8 +526,9 @@ def meta(call: dict[str, Any]) -> list[Any]:
             return [made(item) for item in value]
         return getattr(torch, value) if value in ("bfloat16", "float16", "float32") else value
 
-    apart = ("group_size", "along_shard", "all_keep", "sum_dtype", "added", "factors")
-    return [made(value) for name, value in call.items() if name not in apart]
+    found = {name: made(value) for name, value in call.items() if name != "group_size"}
+    needed = [found.pop(name) for name in [*found] if name not in SIGNATURES[op].defaults]
+    return [*needed, found]
 
 
 def all_reduced(b: GraphBuilder, rows: int) -> Graph:
@@ -561,7 +538,7 @@ def all_reduced(b: GraphBuilder, rows: int) -> Graph:
 
 def test_reports_expect_what_runs_of_an_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch)
-    monkeypatch.setattr(compat, "size_of_group", lambda group: 4)
+    monkeypatch.setattr(process_groups, "size_of_group", lambda group: 4)
     remarks = [run_pass(all_reduced(GraphBuilder(), rows)).fused[0] for rows in (64, 8192)]
     assert [remark.implementation for remark in remarks] == [
         "direct (only one that can)",
@@ -579,7 +556,7 @@ def test_reports_expect_what_runs_of_products_that_are_converted(monkeypatch: py
         total = products[0] if count == 1 else b.add(*products)
         (remark,) = run_pass(b.returns(b.scatter(total))).fused
         assert remark.call["sum_dtype"] == "float32"
-        choice = cuda.explain(call_of(SCATTER, *meta(remark.call), sum_dtype=FP32), 4)
+        choice = cuda.explain(call_of(SCATTER, *meta(SCATTER, remark.call)), 4)
         assert set(own_reasons(choice)) == refused
         assert remark.implementation == f"{choice.implementation} ({choice.source})"
 

@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("triton")
 
 from asynctp_kernels.cuda.choose import select
-from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, Problem, Rates
+from asynctp_kernels.cuda.choose.select import Problem, Rates
 from asynctp_kernels.cuda.choose.tiles import cut, cut_own, tiles_for, waves
+from asynctp_kernels.cuda.implementations import IMPLEMENTATIONS
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

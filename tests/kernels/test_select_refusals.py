@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from asynctp_kernels.cuda import explanation
 from asynctp_kernels.cuda.choose import select
-from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, WHOLE
+from asynctp_kernels.cuda.choose.select import WHOLE
 from asynctp_kernels.cuda.choose.wire import (
     DIRECT,
     PLAIN,
@@ -21,9 +21,9 @@ from asynctp_kernels.cuda.choose.wire import (
     TRANSPORTS,
     Wire,
 )
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm.gemm import NOT_TUNED
-from asynctp_kernels.cuda.plans.gather_call import GatherCall
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
+from asynctp_kernels.cuda.implementations import IMPLEMENTATIONS
 from selections import (
     ALL_REDUCE,
     BF16,
@@ -32,9 +32,6 @@ from selections import (
     FP32,
     GATHER,
     OVERLAPPED,
-    SCALED_ALL_REDUCE,
-    SCALED_GATHER,
-    SCALED_SCATTER,
     SCATTER,
     call_of,
     chosen,
@@ -58,13 +55,15 @@ def gather_args(**changes: Any) -> tuple[Any, ...]:
 
 
 def scaled_gather_args(**changes: Any) -> tuple[Any, ...]:
-    """Of all_gather_scaled_matmul, without the group."""
+    """Of all_gather_matmul, without the group; scales are the last, by name."""
     defaults = {
-        "a": empty(256, 512, dtype=FP8), "a_scale": empty(dtype=FP32), "bs": [weight(512, 512, FP8)],
-        "b_scales": [empty(dtype=FP32)], "biases": [None], "dim": 0, "travels": False, "out_dtype": BF16,
-        "fast": True, "full": False,
+        "a": empty(256, 512, dtype=FP8), "bs": [weight(512, 512, FP8)], "biases": [None], "dim": 0, "full": False,
+        "a_scale": empty(dtype=FP32), "b_scales": [empty(dtype=FP32)], "travels": False, "out_dtype": BF16,
+        "fast": True,
     }  # fmt: skip
-    return tuple({**defaults, **changes}.values())
+    *given_, a_scale, b_scales, travels, out_dtype, fast = {**defaults, **changes}.values()
+    scales = {"a_scale": a_scale, "b_scales": b_scales, "gather_a_scale": travels}
+    return *given_, {**scales, "out_dtype": out_dtype, "use_fast_accum": fast}
 
 
 def scatter_args(**changes: Any) -> tuple[Any, ...]:
@@ -75,16 +74,17 @@ def scatter_args(**changes: Any) -> tuple[Any, ...]:
 
 
 def scaled_scatter_args(**changes: Any) -> tuple[Any, ...]:
-    """Of scaled_matmul_reduce_scatter, without the group."""
+    """Of matmul_reduce_scatter, without the group; scales are the last, by name."""
     defaults = {
-        "a": [empty(1024, 512, dtype=FP8)], "bs": [weight(512, 512, FP8)], "a_scales": [empty(dtype=FP32)],
-        "b_scales": [empty(dtype=FP32)], "biases": [None], "op": "sum", "dim": 0, "out_dtype": BF16, "fast": True,
+        "a": [empty(1024, 512, dtype=FP8)], "bs": [weight(512, 512, FP8)], "biases": [None], "op": "sum", "dim": 0,
+        "a_scales": [empty(dtype=FP32)], "b_scales": [empty(dtype=FP32)], "out_dtype": BF16, "fast": True,
     }  # fmt: skip
-    return tuple({**defaults, **changes}.values())
+    *given_, a_scales, b_scales, out_dtype, fast = {**defaults, **changes}.values()
+    return *given_, {"a_scales": a_scales, "b_scales": b_scales, "out_dtype": out_dtype, "use_fast_accum": fast}
 
 
 def scaled_sum_args(count: int = 2, **changes: Any) -> tuple[Any, ...]:
-    """Of scaled_matmul_reduce_scatter with several products, without the group."""
+    """Of matmul_reduce_scatter with several products and scales, without the group."""
     defaults = {
         "a": [empty(1024, 512, dtype=FP8)] * count,
         "bs": [weight(512, 512, FP8)] * count,
@@ -102,9 +102,9 @@ def all_reduce_args(**changes: Any) -> tuple[Any, ...]:
 
 
 def scaled_all_reduce_args(**changes: Any) -> tuple[Any, ...]:
-    """Of scaled_matmul_all_reduce, without the group."""
-    *operands, _, out_dtype, fast = scaled_scatter_args(**changes)
-    return *operands, out_dtype, fast
+    """Of matmul_all_reduce, without the group; scales are the last, by name."""
+    *operands, _, scales = scaled_scatter_args(**changes)
+    return *operands, scales
 
 
 ROW_SCALES = {"a_scale": empty(256, 1, dtype=FP32), "b_scales": [empty(1, 512, dtype=FP32)], "travels": True}
@@ -164,21 +164,21 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         gather_args(bs=[weight(512, 512)] * 2, biases=[None, empty(512)]),
         {"fused": "for some matmuls only"},
     ),
-    "scaled gather": (SCALED_GATHER, scaled_gather_args(), {}),
-    "scaled gather of rows": (SCALED_GATHER, scaled_gather_args(**ROW_SCALES), {}),
+    "scaled gather": (GATHER, scaled_gather_args(), {}),
+    "scaled gather of rows": (GATHER, scaled_gather_args(**ROW_SCALES), {}),
     "scaled gather of rows to fp16": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(**ROW_SCALES, out_dtype=torch.float16),
         {"decomposed": NOT_CUBLAS, "direct": NOT_CUBLAS},
     ),
     "scaled gather n-major": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(bs=[empty(512, 512, dtype=FP8)]),
         {"decomposed": NOT_CUBLAS, "direct": NOT_CUBLAS, "fused": "an fp8 B whose columns are contiguous"},
     ),
-    "scaled gather to fp32": (SCALED_GATHER, scaled_gather_args(out_dtype=FP32), {}),
+    "scaled gather to fp32": (GATHER, scaled_gather_args(out_dtype=FP32), {}),
     "scaled gather of both scales": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(
             bs=[weight(512, 512, FP8)] * 2, b_scales=[empty(dtype=FP32), empty(1, 512, dtype=FP32)], biases=[None] * 2
         ),
@@ -195,33 +195,33 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         {},
     ),
     "scaled gather of e5m2": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(a=empty(256, 512, dtype=E5M2), bs=[weight(512, 512, E5M2)]),
         {"decomposed": NOT_CUBLAS, "direct": NOT_CUBLAS},
     ),
-    "scaled gather of e5m2 and e4m3": (SCALED_GATHER, scaled_gather_args(a=empty(256, 512, dtype=E5M2)), {}),
+    "scaled gather of e5m2 and e4m3": (GATHER, scaled_gather_args(a=empty(256, 512, dtype=E5M2)), {}),
     "scaled gather of e5m2 rows": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(a=empty(256, 512, dtype=E5M2), **ROW_SCALES),
         {"decomposed": NOT_CUBLAS, "direct": NOT_CUBLAS},
     ),
     "scaled gather of 1x128 and 128x128": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(**in_blocks((256, 4), (4, 4))),
         NOT_IN_GEMM,
     ),
     "scaled gather of 1x128 and 1x128": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(**in_blocks((256, 4), (4, 512))),
         NOT_IN_GEMM,
     ),
     "scaled gather of 128x128 and 1x128": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(**in_blocks((2, 4), (4, 512))),
         NOT_IN_GEMM,
     ),
     "scaled gather of blocks of one depth": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(
             a=empty(256, 128, dtype=FP8),
             bs=[weight(128, 512, FP8)],
@@ -230,37 +230,37 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         NOT_IN_GEMM,
     ),
     "scaled gather of blocks to fp32": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(**in_blocks((256, 4), (4, 4)), out_dtype=FP32),
         NOT_IN_GEMM,
     ),
     "scaled gather of blocks, e5m2": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(a=empty(256, 512, dtype=torch.float8_e5m2), **in_blocks((256, 4), (4, 4))),
         {**NOT_IN_GEMM, "decomposed": NOT_CUBLAS, "direct": NOT_CUBLAS},
     ),
     "scaled gather of blocks, odd rows": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(a=empty(250, 512, dtype=FP8), **in_blocks((250, 4), (4, 4))),
         {**NOT_IN_GEMM, "decomposed": "250 rows with scales of 1x128 blocks: not a multiple of 4"},
     ),
     "scaled gather of one block a rank": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(a=empty(128, 128, dtype=FP8), bs=[weight(128, 512, FP8)], **in_blocks((1, 1), (1, 512))),
         NOT_IN_GEMM,
     ),
     "scaled gather of one row a rank": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(a=empty(1, 128, dtype=FP8), bs=[weight(128, 512, FP8)], **in_blocks((1, 1), (1, 512))),
         {"fused": "a row of A is longer than a chunk"},
     ),
     "scaled gather of blocks, outer": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(a=empty(2, 256, 512, dtype=FP8), **in_blocks((2, 256, 4), (4, 4)), dim=1),
         NOT_IN_GEMM,
     ),
     "scaled gather of blocks, outer of odd rows": (
-        SCALED_GATHER,
+        GATHER,
         scaled_gather_args(a=empty(2, 130, 512, dtype=FP8), **in_blocks((2, 130, 4), (4, 4)), dim=1),
         {**NOT_IN_GEMM, "decomposed": "130 rows with scales of 1x128 blocks: not a multiple of 4"},
     ),
@@ -288,41 +288,41 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         scatter_args(a=[empty(1024, 512, dtype=torch.float64)], bs=[weight(512, 512, torch.float64)]),
         {"fused": "a result of torch.float64"},
     ),
-    "scaled scatter": (SCALED_SCATTER, scaled_scatter_args(), {}),
+    "scaled scatter": (SCATTER, scaled_scatter_args(), {}),
     "scaled scatter of sums": (
-        SCALED_SCATTER,
+        SCATTER,
         scaled_sum_args(),
         {},
     ),
     "scaled scatter of sums with some biases": (
-        SCALED_SCATTER,
+        SCATTER,
         scaled_sum_args(biases=[None, empty(512)]),
         {"fused": "biases for some matmuls only"},
     ),
     "scaled scatter of sums with biases": (
-        SCALED_SCATTER,
+        SCATTER,
         scaled_sum_args(biases=[empty(512)] * 2),
         {"fused": "a bias in a sum"},
     ),
     "scaled scatter of sums, one of e5m2": (
-        SCALED_SCATTER,
+        SCATTER,
         scaled_sum_args(a=[empty(1024, 512, dtype=FP8), empty(1024, 512, dtype=torch.float8_e5m2)]),
         {"fused": "As of several dtypes"},
     ),
     "scaled scatter of sums, one by rows": (
-        SCALED_SCATTER,
+        SCATTER,
         scaled_sum_args(a_scales=[empty(1024, 1, dtype=FP32), empty(dtype=FP32)]),
         {"fused": "tensorwise and rowwise A scales in one sum"},
     ),
     "scaled scatter of sums, outer": (
-        SCALED_SCATTER,
+        SCATTER,
         scaled_sum_args(a=[empty(5, 512, 512, dtype=FP8)] * 2, dim=1),
         {"decomposed": "5 separate row ranges"},
     ),
-    "scaled scatter of sums in fp32": (SCALED_SCATTER, scaled_sum_args(out_dtype=FP32), {}),
-    "scaled scatter of five": (SCALED_SCATTER, scaled_sum_args(5), {"fused": "5 matmuls, more than 4"}),
+    "scaled scatter of sums in fp32": (SCATTER, scaled_sum_args(out_dtype=FP32), {}),
+    "scaled scatter of five": (SCATTER, scaled_sum_args(5), {"fused": "5 matmuls, more than 4"}),
     "scaled scatter of sums, one not for the GEMM": (
-        SCALED_SCATTER,
+        SCATTER,
         scaled_sum_args(
             a=[empty(1024, 512, dtype=FP8), empty(1024, 256, dtype=FP8)],
             bs=[weight(512, 508, FP8), weight(256, 508, FP8)],
@@ -330,12 +330,12 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         {**dict.fromkeys(("decomposed", "direct"), NOT_CUBLAS), "fused": "508 columns"},
     ),
     "scaled scatter of sums, one not for cuBLAS": (
-        SCALED_SCATTER,
+        SCATTER,
         scaled_sum_args(b_scales=[empty(1, 512, dtype=FP32), empty(dtype=FP32)], out_dtype=torch.float16),
         {**dict.fromkeys(("decomposed", "direct"), NOT_CUBLAS), "fused": "tensorwise and rowwise B scales in one call"},
     ),
     "scaled scatter of sums, one in blocks": (
-        SCALED_SCATTER,
+        SCATTER,
         scaled_sum_args(
             a_scales=[empty(1024, 4, dtype=FP32), empty(dtype=FP32)],
             b_scales=[empty(4, 4, dtype=FP32), empty(dtype=FP32)],
@@ -343,22 +343,22 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         NOT_IN_GEMM,
     ),
     "scaled scatter of rows and a number, slow": (
-        SCALED_SCATTER,
+        SCATTER,
         scaled_scatter_args(a_scales=[empty(1024, 1, dtype=FP32)], b_scales=[empty(1, dtype=FP32)], fast=False),
         {},
     ),
     "scaled scatter of 1x128 and 128x128": (
-        SCALED_SCATTER,
+        SCATTER,
         scaled_scatter_args(**scattered_in_blocks((1024, 4), (4, 4))),
         NOT_IN_GEMM,
     ),
     "scaled scatter of 128x128 and 1x128 of two ranks": (
-        SCALED_SCATTER,
+        SCATTER,
         scaled_scatter_args(a=[empty(256, 512, dtype=FP8)], **scattered_in_blocks((2, 4), (4, 512))),
         {**NOT_IN_GEMM, "decomposed": "64 rows with scales of 128x128 blocks: not a multiple of 128"},
     ),
     "scaled all-reduce of 1x128 and 128x128": (
-        SCALED_ALL_REDUCE,
+        ALL_REDUCE,
         scaled_all_reduce_args(a=[empty(2, 512, 512, dtype=FP8)], **scattered_in_blocks((2, 512, 4), (4, 4))),
         NOT_IN_GEMM,
     ),
@@ -385,7 +385,7 @@ REFUSALS: dict[str, tuple[str, tuple[Any, ...], dict[str, str]]] = {
         dict.fromkeys(("fused", "decomposed", "direct"), "nothing"),
     ),
     "scaled all-reduce of rows, slow": (
-        SCALED_ALL_REDUCE,
+        ALL_REDUCE,
         scaled_all_reduce_args(
             a=[empty(2, 512, 512, dtype=FP8)],
             a_scales=[empty(2, 512, 1, dtype=FP32)],
@@ -423,7 +423,7 @@ def test_each_implementation_has_its_transports(name: str, transport: str) -> No
     assert choice.implementation in (able - set(expected) or {WHOLE})
 
 
-def facts_of(op: str, args: tuple[Any, ...]) -> GatherCall | ScatterCall:
+def facts_of(op: str, args: tuple[Any, ...]) -> GatherFacts | ReduceFacts:
     return explanation.facts_of(call_of(op, *args), 4)
 
 
@@ -446,10 +446,10 @@ def test_a_converted_product_travels_in_the_dtype_of_the_collective() -> None:
 
 
 def test_the_gemm_converts_a_scaled_product() -> None:
-    assert own_reasons(explain(SCALED_SCATTER, *scaled_scatter_args(), sum_dtype=FP32)) == {}
-    refused = own_reasons(explain(SCALED_SCATTER, *scaled_sum_args(), sum_dtype=FP32))
+    assert own_reasons(explain(SCATTER, *scaled_scatter_args(), sum_dtype=FP32)) == {}
+    refused = own_reasons(explain(SCATTER, *scaled_sum_args(), sum_dtype=FP32))
     assert list(refused) == ["fused"]
-    assert own_reasons(explain(SCALED_SCATTER, *scaled_sum_args(out_dtype=FP32), sum_dtype=FP32)) == {}
+    assert own_reasons(explain(SCATTER, *scaled_sum_args(out_dtype=FP32), sum_dtype=FP32)) == {}
 
 
 @pytest.mark.parametrize(
@@ -483,8 +483,8 @@ def test_other_gpus_have_no_fused_gemm(capability: tuple[int, int]) -> None:
 def test_other_gpus_have_no_scales_of_blocks(capability: tuple[int, int]) -> None:
     """The program's own products then say so, as torch does."""
     for op, args in (
-        (SCALED_GATHER, scaled_gather_args(**in_blocks((256, 4), (4, 4)))),
-        (SCALED_SCATTER, scaled_scatter_args(**scattered_in_blocks((1024, 4), (4, 4)))),
+        (GATHER, scaled_gather_args(**in_blocks((256, 4), (4, 4)))),
+        (SCATTER, scaled_scatter_args(**scattered_in_blocks((1024, 4), (4, 4)))),
     ):
         choice = explain(op, *args, capability=capability)
         assert choice.implementation == WHOLE

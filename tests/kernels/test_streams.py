@@ -1,7 +1,7 @@
 """Calls of all ranks, by the package's own plans, on streams that run in any order: see `streams`.
 
 That they are right shows little by itself. So everything that orders streams is left out once, each line of the package
-by itself (but `FOR_OTHERS`), and other rules are broken: each must be found.
+by itself, and other rules are broken: each must be found.
 """
 
 from __future__ import annotations
@@ -435,16 +435,13 @@ NEEDED = {
     "script._call: record_event(event, stream)": "pulled decomposed gather",
     "script._call: wait_event(stream, awaited)": "decomposed scatter",
 }
-#: results are right without it: it is for the times that `test_stamps` reads
-FOR_OTHERS = {"stamps.StampTable.begin: wait_event(stream, end)"}
 
 
 def test_it_is_known_what_every_line_is_for() -> None:
-    found = [site.text for site in sites()]
-    assert sorted(found) == sorted({*NEEDED, *FOR_OTHERS})
+    assert sorted(site.text for site in sites()) == sorted(NEEDED)
 
 
-@pytest.mark.parametrize("site", [site for site in sites() if site.text in NEEDED], ids=lambda site: site.text)
+@pytest.mark.parametrize("site", list(sites()), ids=lambda site: site.text)
 def test_no_order_of_streams_can_be_left_out(site: Site) -> None:
     assert found(NEEDED[site.text], functools.partial(without, site))
 

@@ -14,9 +14,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from asynctp_kernels import doctor
 from asynctp_kernels.cuda.choose import select, tables
-from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS
+from asynctp_kernels.cuda.implementations import IMPLEMENTATIONS
+
+from asynctp_passes import doctor
 
 GPU, KEY = "NVIDIA H200", "gather:2:bfloat16:4096:2048"
 GOOD: dict[str, Any] = {GPU: {KEY: {"64": "fused", "2147483647": "direct"}, f"{KEY}+512:precise:wide:full:2x": {}}}

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from asynctp_kernels.cuda.choose.select import IMPLEMENTATIONS, WHOLE
+from asynctp_kernels.cuda.choose.select import WHOLE
 from asynctp_kernels.cuda.choose.tiles import WireChunks
 from asynctp_kernels.cuda.choose.wire import (
     ALL_REDUCE_BYTES,
@@ -30,10 +30,10 @@ from asynctp_kernels.cuda.choose.wire import (
     TRANSPORTS,
     Wire,
 )
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm.copy_kernels import SIGNATURES
+from asynctp_kernels.cuda.implementations import IMPLEMENTATIONS
 from asynctp_kernels.cuda.plans import collectives
-from asynctp_kernels.cuda.plans.gather_call import GatherCall
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,7 +151,7 @@ def test_a_call_told_in_words() -> None:
     assert wire("reduce_scatter", 4096, skipped=2).told == after
 
 
-def local_uses() -> Iterator[tuple[str, GatherCall | ScatterCall]]:
+def local_uses() -> Iterator[tuple[str, GatherFacts | ReduceFacts]]:
     """(collective, a call): what ranks may make of one collective."""
     shards = {"rows": (empty(96, 64), 0), "blocks": (empty(3, 32, 64), 1), "longer rows": (empty(48, 128), 0),
               "columns": (empty(96, 64), 1), "transposed": (empty(64, 96).t(), 0)}  # fmt: skip
@@ -160,28 +160,29 @@ def local_uses() -> Iterator[tuple[str, GatherCall | ScatterCall]]:
         for (a, dim), ns, full in itertools.product(shards.values(), ((), (8,), (0,), (13, 72)), (False, True)):
             bs = [weight(a.shape[-1], n) for n in ns]
             biases = [empty(n) if n == 13 else None for n in ns]
-            yield name, GatherCall(a, None, bs, (), biases, dim, False, BF16, False, full, 4, None, kept)
+            yield name, GatherFacts(a, bs, biases, dim, full, 4, all_keep=kept)
     numbers = empty(96, 1, dtype=FP32)
     for a_scale, travels, along in ((numbers, True, None), (empty(dtype=FP32), False, numbers)):
         a, b_scale = empty(96, 64, dtype=FP8), empty(1, 72, dtype=FP32)
         for full, out in itertools.product((False, True), (BF16, FP32)):
             bs = [weight(64, 72, FP8)]
-            yield "gather of fp8", GatherCall(a, a_scale, bs, [b_scale], [None], 0, travels, out, False, full, 4, along)
+            scaling = (a_scale, [b_scale], travels, out, False)
+            yield "gather of fp8", GatherFacts(a, bs, [None], 0, full, 4, *scaling, along, False)
     a, row = empty(1, 96 * 64, dtype=FP8), empty(1, 96, dtype=FP32)
     yield "gather of fp8", collectives.gather_call(a, row, 4, False)
     products = {"rows": ((384,), 64, 0), "blocks": ((3, 128), 64, 1), "longer rows": ((192,), 128, 0),
                 "columns": ((96,), 256, 1)}  # fmt: skip
     for (lead, n, dim), ks, added in itertools.product(products.values(), ((8,), (0,), (13, 72)), (False, True)):
         a_parts, b_parts = [empty(*lead, k) for k in ks], [weight(k, n) for k in ks]
-        options = ((), (), [None] * len(ks), "sum", dim, BF16, False, 4)
+        options = ([None] * len(ks), "sum", dim, 4)
         term = empty(*lead, n) if added else None
-        yield "sum", ScatterCall(a_parts, b_parts, *options, added=term)
+        yield "sum", ReduceFacts(a_parts, b_parts, *options, added=term)
         term = empty(*lead, n, dtype=FP32) if added else None
-        yield "wide sum", ScatterCall(a_parts, b_parts, *options, sum_dtype=FP32, added=term)
+        yield "wide sum", ReduceFacts(a_parts, b_parts, *options, sum_dtype=FP32, added=term)
     for (lead, n, _), ks in itertools.product(list(products.values())[:-1], ((8,), (0,), (13, 72))):
         a_parts, b_parts = [empty(*lead, k) for k in ks], [weight(k, n) for k in ks]
-        options = ((), (), [None] * len(ks), "sum", 0, BF16, False, 4, "matmul_all_reduce")
-        yield "whole sum", ScatterCall(a_parts, b_parts, *options)
+        options = ([None] * len(ks), "sum", None, 4)
+        yield "whole sum", ReduceFacts(a_parts, b_parts, *options)
     yield "whole sum", collectives.scatter_call(empty(1, 384 * 64), "sum", 4, "all_reduce")
     yield "sum", collectives.scatter_call(empty(384, 64), "sum", 4)
     yield "wide sum", collectives.scatter_call(empty(384, 64, dtype=FP32), "sum", 4)

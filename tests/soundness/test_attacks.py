@@ -65,7 +65,7 @@ from programs import Builder
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from asynctp_passes import compat
+from asynctp_passes.torch_private import process_groups
 
 # --- all tables -------------------------------------------------------------------------------------------------
 GRAPHS = TENSORS | SCALES | SUMS | FACTORS | PADDING
@@ -85,7 +85,7 @@ def test_outcome_and_results(name: str) -> None:
 @pytest.mark.parametrize("name", ALL_TO_ALLS)
 def test_what_looks_like_an_all_to_all(name: str, rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is fused. A rank that does not know its number cannot tell its own piece."""
-    monkeypatch.setattr(compat, "rank_in_group", lambda group: rank)
+    monkeypatch.setattr(process_groups, "rank_in_group", lambda group: rank)
     attack, expected = ALL_TO_ALLS[name]
     builder = attacked(attack)
     rewritten, report = rewrite(builder.graph)

@@ -19,22 +19,19 @@ SEEDS = range(120)
 REAL_RANKS = 2
 WISHES = Wishes(world_sizes=(REAL_RANKS,), dtypes=(torch.float32, torch.float64))
 
+OF_SUMS = (
+    "Tensor[]? a_scales=None, Tensor[]? b_scales=None, ScalarType? out_dtype=None, bool use_fast_accum=False, "
+    "ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None, int accord=0"
+)
 SIGNATURES = {
     "all_gather_matmul": "(Tensor a_shard, Tensor[] bs, Tensor?[] biases, int gather_dim, bool return_a_full, "
-    "int group_size, Any group_name) -> Tensor[]",
-    "all_gather_scaled_matmul": "(Tensor a_shard, Tensor a_scale, Tensor[] bs, Tensor[] b_scales, Tensor?[] biases, "
-    "int gather_dim, bool gather_a_scale, ScalarType out_dtype, bool use_fast_accum, bool return_a_full, "
-    "int group_size, Any group_name) -> Tensor[]",
+    "int group_size, Any group_name, Tensor? a_scale=None, Tensor[]? b_scales=None, bool gather_a_scale=False, "
+    "ScalarType? out_dtype=None, bool use_fast_accum=False, Tensor? along_shard=None, bool? all_keep=None, "
+    "int accord=0) -> Tensor[]",
     "matmul_reduce_scatter": "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, int scatter_dim, "
-    "int group_size, Any group_name, ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor",
-    "scaled_matmul_reduce_scatter": "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, "
-    "Tensor?[] biases, str reduce_op, int scatter_dim, ScalarType out_dtype, bool use_fast_accum, int group_size, "
-    "Any group_name, ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor",
+    f"int group_size, Any group_name, {OF_SUMS}) -> Tensor",
     "matmul_all_reduce": "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, Any group_name, "
-    "ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor",
-    "scaled_matmul_all_reduce": "(Tensor[] a_parts, Tensor[] b_parts, Tensor[] a_scales, Tensor[] b_scales, "
-    "Tensor?[] biases, str reduce_op, ScalarType out_dtype, bool use_fast_accum, Any group_name, "
-    "ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None) -> Tensor",
+    f"{OF_SUMS}) -> Tensor",
 }
 
 
@@ -168,7 +165,7 @@ def test_all_gather_matmul(gather_dim: int) -> None:
 
 
 @pytest.mark.parametrize("gather_scale", [False, True])
-def test_all_gather_scaled_matmul(gather_scale: bool) -> None:
+def test_all_gather_matmul_with_scales(gather_scale: bool) -> None:
     shards = [shard.to(torch.float8_e4m3fn) for shard in _random([2, 3, 16], 2)]
     bs = [b.to(torch.float8_e4m3fn) for b in _random([16, 16], 2)]
     a_scales = [scale.abs().float() for scale in _random([2, 3 if gather_scale else 6, 1], 2)]
@@ -177,9 +174,12 @@ def test_all_gather_scaled_matmul(gather_scale: bool) -> None:
     full_scales = [torch.cat(a_scales, 1)] * 2 if gather_scale else a_scales
     expected = [[((a_full * full_scales[r]) @ (bs[r].double() * b_scales[r])).bfloat16()] for r in range(2)]
     graph = _fused_graph(
-        "all_gather_scaled_matmul",
+        "all_gather_matmul",
         4,
-        lambda a, sa, b, sb: (a, sa, [b], [sb], [None], 1, gather_scale, torch.bfloat16, True, False),
+        lambda a, sa, b, sb: (
+            *(a, [b], [None], 1, False),
+            {"a_scale": sa, "b_scales": [sb], "gather_a_scale": gather_scale, "out_dtype": torch.bfloat16},
+        ),
     )
     outs = evaluate(graph, [[shards[r], a_scales[r], bs[r], b_scales[r]] for r in range(2)])
     assert not differences(expected, [tuple(out) for out in outs])
@@ -206,16 +206,19 @@ def test_matmul_reduce_scatter(scatter_dim: int, reduce_op: str) -> None:
     assert not differences(expected, [(out,) for out in outs])
 
 
-def test_scaled_matmul_reduce_scatter() -> None:
+def test_matmul_reduce_scatter_with_scales() -> None:
     a = [part.to(torch.float8_e4m3fn) for part in _random([4, 16], 2)]
     b = [part.to(torch.float8_e4m3fn) for part in _random([16, 16], 2)]
     sa, sb = ([scale.abs().float() for scale in _random(shape, 2)] for shape in ([4, 1], [1, 16]))
     total = sum((a[r].double() * sa[r]) @ (b[r].double() * sb[r]) for r in range(2))
     expected = [(block.bfloat16(),) for block in total.chunk(2, 0)]  # type: ignore[union-attr]
     graph = _fused_graph(
-        "scaled_matmul_reduce_scatter",
+        "matmul_reduce_scatter",
         4,
-        lambda a, b, sa, sb: ([a], [b], [sa], [sb], [], "sum", 0, torch.bfloat16, False),
+        lambda a, b, sa, sb: (
+            *([a], [b], [], "sum", 0),
+            {"a_scales": [sa], "b_scales": [sb], "out_dtype": torch.bfloat16},
+        ),
     )
     outs = evaluate(graph, [[a[r], b[r], sa[r], sb[r]] for r in range(2)])
     assert not differences(expected, [(out,) for out in outs])
@@ -232,13 +235,20 @@ def test_matmul_all_reduce(reduce_op: str) -> None:
     assert not differences([(total,)] * 2, [(out,) for out in outs])
 
 
-def test_scaled_matmul_all_reduce() -> None:
+def test_matmul_all_reduce_with_scales() -> None:
     a = [part.to(torch.float8_e4m3fn) for part in _random([3, 16], 2)]
     b = [part.to(torch.float8_e4m3fn) for part in _random([16, 16], 2)]
     sa, sb = ([scale.abs().float() for scale in _random(shape, 2)] for shape in ([3, 1], [1, 16]))
     total = sum((a[r].double() * sa[r]) @ (b[r].double() * sb[r]) for r in range(2))
-    arguments = lambda a, b, sa, sb: ([a], [b], [sa], [sb], [None], "sum", torch.bfloat16, False)  # noqa: E731
-    graph = _fused_graph("scaled_matmul_all_reduce", 4, arguments, ["0"])
+    graph = _fused_graph(
+        "matmul_all_reduce",
+        4,
+        lambda a, b, sa, sb: (
+            *([a], [b], [None], "sum"),
+            {"a_scales": [sa], "b_scales": [sb], "out_dtype": torch.bfloat16},
+        ),
+        ["0"],
+    )
     outs = evaluate(graph, [[a[r], b[r], sa[r], sb[r]] for r in range(2)])
     assert not differences([(total.bfloat16(),)] * 2, [(out,) for out in outs])  # type: ignore[union-attr]
 
@@ -269,9 +279,14 @@ def _random(shape: list[int], count: int) -> list[Tensor]:
 
 
 def _fused_graph(name: str, inputs: int, arguments: object, group: Sequence[Any] = (2, "0")) -> torch.fx.Graph:
-    """A graph of one fused op on two ranks, which returns what the op returns. `group`: the last arguments."""
+    """A graph of one fused op on two ranks, which returns what the op returns.
+
+    arguments: Of the graph's inputs those of the op, and maybe a dictionary of options. group: Its last ones.
+    """
     graph = torch.fx.Graph()
     placeholders = [graph.placeholder(f"arg{index}") for index in range(inputs)]
     target = getattr(torch.ops.asynctp, name).default
-    graph.output(graph.call_function(target, (*arguments(*placeholders), *group)))  # type: ignore[operator]
+    *given, last = arguments(*placeholders)  # type: ignore[operator]
+    args, options = ((*given, *group), last) if isinstance(last, dict) else ((*given, last, *group), {})
+    graph.output(graph.call_function(target, args, options))
     return graph

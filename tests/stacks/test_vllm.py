@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).with_name("vllm_program.py")
 FORMS = {
     "Layers": (4, ["matmul_all_reduce"]),  # two pieces, each compiled for small and for large batches
     "Sequence": (4, ["all_gather_matmul", "matmul_reduce_scatter"]),
-    "Fp8": (2, ["scaled_matmul_all_reduce"]),
+    "Fp8": (2, ["matmul_all_reduce"]),
     "Second": (2, ["matmul_all_reduce"]),
 }
 Found = list[dict[str, dict[str, Any]]]

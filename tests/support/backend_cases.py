@@ -699,7 +699,7 @@ def case_torchao_tensorwise(mesh: DeviceMesh) -> tuple[Report, ...]:
         start()
         assert_close(actual, train(compiled(module, "inductor"), x, parameters))
     fused = {report.phase: [remark.op for remark in report.fused] for report in reports}
-    gather, scatter = "asynctp::all_gather_scaled_matmul", "asynctp::scaled_matmul_reduce_scatter"
+    gather, scatter = "asynctp::all_gather_matmul", "asynctp::matmul_reduce_scatter"
     assert fused == {"forward": [gather, scatter], "backward": [gather, scatter]}, fused
     skipped = {remark.kind for report in reports for remark in report.others}
     assert skipped == {"all_reduce"}, skipped  # of the amax

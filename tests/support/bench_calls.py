@@ -32,7 +32,7 @@ def gather(a: Any, *bs: Any, biases: Any = None, dim: int = 0, full: bool = Fals
 def scaled_gather(a: Any, scale: Any, b: Any, b_scale: Any, travels: bool, **others: Any) -> tuple[str, dict[str, Any]]:
     given = {"a_shard": a, "a_scale": scale, "bs": [b], "b_scales": [b_scale], "biases": [None], "gather_dim": 0}
     given |= {"gather_a_scale": travels, "out_dtype": "bfloat16", "use_fast_accum": False, "return_a_full": False}
-    return "all_gather_scaled_matmul", {**given, "group_size": WORLD, **others}
+    return "all_gather_matmul", {**given, "group_size": WORLD, **others}
 
 
 def reduction(op: str, a: Any, *bs: Any, reduce_op: str = "sum", **others: Any) -> tuple[str, dict[str, Any]]:
@@ -65,7 +65,7 @@ CALLS = {
         "matmul_reduce_scatter", spec(3, 32, 64), spec(64, 48), reduce_op="avg", scatter_dim=1, group_size=WORLD
     ),
     "fp8 scatter of a sum": reduction(
-        "scaled_matmul_reduce_scatter", X8, W8, W8, scales=SCALES, scatter_dim=0, out_dtype="bfloat16",
+        "matmul_reduce_scatter", X8, W8, W8, scales=SCALES, scatter_dim=0, out_dtype="bfloat16",
         use_fast_accum=False, group_size=WORLD,
     ),
     "scatter of a product that is converted": reduction(
@@ -75,7 +75,7 @@ CALLS = {
         "matmul_reduce_scatter", spec(32, 64), spec(64, 48), **SCATTERED, added=spec(32, 48)
     ),
     "fp8 all-reduce of a converted product and another term": reduction(
-        "scaled_matmul_all_reduce", X8, W8, scales={"a_scales": [NUMBER], "b_scales": [NUMBER]},
+        "matmul_all_reduce", X8, W8, scales={"a_scales": [NUMBER], "b_scales": [NUMBER]},
         out_dtype="bfloat16", use_fast_accum=False, sum_dtype="float32", added=spec(32, 48, dtype="float32"),
     ),
     "all-reduce of a sum that is converted": reduction(

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asynctp_kernels.cuda.choose.names import RENAMED
-
 from asynctp_passes.tools.bench import NOISE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 RESULTS = ROOT / "docs" / "results"
+_NAMES_NOW = {"unfused": "sequential"}
+"""Implementations whose name is another one in raw files."""
+
 SHIPPED = ROOT / "kernels" / "asynctp_kernels" / "cuda" / "choose" / "measured.json"
 DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp8-rowwise": "float8_e4m3fn"}
 KINDS = {"bf16": "bf16", "fp8": "tensorwise", "fp8-rowwise": "rowwise"}
@@ -298,7 +299,7 @@ def calls(run: Run) -> list[Call]:
     picks, found = read(SHIPPED), {}
     for told in map(read, run.paths()):
         for raw in told["rows"]:
-            raw["timings"] = {RENAMED.get(name, name): times for name, times in raw["timings"].items()}
+            raw["timings"] = {_NAMES_NOW.get(name, name): times for name, times in raw["timings"].items()}
             key = f"{raw['op']}:{raw['world']}:{DTYPES[raw['kind']]}:{raw['k']}:{raw['n']}"
             picked = picks[told["machine"].partition(" x ")[2]][key][str(raw["m"])]
             found[raw["kind"], key, raw["m"]] = Call(raw, picked)

@@ -356,13 +356,3 @@ def loaded(source: str, folder: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def order(ptx: Ptx) -> str:
-    """In the order of the text: times that are taken, acquires, stores of C, counts of tiles; one letter each."""
-    letters = {"mov.u64": "t", "ld.acquire": "a", TMA_STORE: "s", "red.release": "c"}
-    return "".join(
-        next((letter for start, letter in letters.items() if each.op.startswith(start)), "")
-        for each in ptx.instructions
-        if each.op != "mov.u64" or "%globaltimer" in each.operands
-    )

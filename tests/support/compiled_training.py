@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 import asynctp_passes
 from asynctp_passes import AsyncTPPass, Config, Report
 from asynctp_passes.tools.demo.model import Block, ModelSizes, block_plan
+from asynctp_passes.torch_private import process_groups
 
 SIZES = ModelSizes(vocabulary=32, width=16, hidden=32, heads=4, layers=1, sequence=8)
 
@@ -190,7 +191,7 @@ class bytes_over_gloo:
     def __enter__(self) -> None:
         def gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
             out = x.new_empty((x.shape[0] * group_size, *x.shape[1:]))
-            group = asynctp_passes.compat.process_group(group_name)
+            group = process_groups.process_group(group_name)
             whole, piece = out.view(torch.uint8), x.contiguous().view(torch.uint8)
             torch.distributed.all_gather_into_tensor(whole, piece, group)
             return out

@@ -19,10 +19,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm import gemm
 from asynctp_kernels.cuda.plans import async_input, collectives, direct, gather, gather_transports, scatter, sequential
-from asynctp_kernels.cuda.plans.gather_call import GatherCall
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime import driver, memory, recordings, watch
 from asynctp_kernels.cuda.runtime.launch import Launch, Tma
 from asynctp_kernels.cuda.runtime.memory import MAX_OWN, MAX_WORLD, Area, GroupMemory
@@ -670,7 +669,7 @@ def gather_call(
     along: bool = False,
     kept: bool = False,
     world: int = 4,
-) -> GatherCall:
+) -> GatherFacts:
     """A gather of `shard` (without K) along `dim`. scales: "", "tensor" or "row"; `travels`: A's are gathered too.
 
     `along`: numbers travel that are only returned. `kept`: every rank returns the gathered A.
@@ -688,7 +687,8 @@ def gather_call(
     a_shard = tensor(*shard, k, dtype=dtype)
     numbers = torch.rand(*shard, 1) + 0.5 if along else None
     full |= kept
-    return GatherCall(a_shard, a_scale, bs, b_scales, biases, dim, travels, out_dtype, fast, full, world, numbers, kept)
+    scaling = (a_scale, b_scales, travels, out_dtype, fast)
+    return GatherFacts(a_shard, bs, biases, dim, full, world, *scaling, numbers, kept)
 
 
 def scatter_call(
@@ -709,7 +709,7 @@ def scatter_call(
     sum_dtype: torch.dtype | None = None,
     added: bool = False,
     factors: tuple[float, ...] = (),
-) -> ScatterCall:
+) -> ReduceFacts:
     """A scatter along `dim` of the sum of products [rows, k] @ [k, n]; the options are those of `gather_call`.
 
     `added`: the sum has another term.
@@ -717,17 +717,17 @@ def scatter_call(
     out_dtype = out_dtype or (dtype if dtype.itemsize == 2 else torch.bfloat16)
     a_scales = [torch.ones(()) if scales == "tensor" else torch.rand(*rows, 1) + 0.5 for _ in ks] if scales else []
     b_scales = [torch.ones(()) if scales == "tensor" else torch.rand(1, n) + 0.5 for _ in ks] if scales else []
-    return ScatterCall(
+    return ReduceFacts(
         [tensor(*rows, k, dtype=dtype) for k in ks],
         [_weight(k, n, b_dtype or dtype, k_major) for k in ks],
-        a_scales,
-        b_scales,
         [tensor(n, dtype=out_dtype) if bias else None for _ in ks],
         reduce_op,
         dim,
+        world,
+        a_scales,
+        b_scales,
         out_dtype,
         fast,
-        world,
         sum_dtype=sum_dtype,
         added=tensor(*rows, n, dtype=sum_dtype or out_dtype) if added else None,
         factors=factors,
@@ -739,7 +739,7 @@ def _weight(k: int, n: int, dtype: torch.dtype, k_major: bool) -> Tensor:
 
 
 # --- what they must give -----------------------------------------------------------------------------------------
-def expected_products(call: GatherCall, full: Tensor, a_scale: Tensor | None) -> list[Tensor]:
+def expected_products(call: GatherFacts, full: Tensor, a_scale: Tensor | None) -> list[Tensor]:
     """The products of the gathered A; `a_scale` is that of all its rows."""
     flat = full.reshape(-1, full.shape[-1])
     row_scale = a_scale if a_scale is None or a_scale.numel() == 1 else a_scale.reshape(-1, 1)
@@ -749,12 +749,12 @@ def expected_products(call: GatherCall, full: Tensor, a_scale: Tensor | None) ->
     ]
 
 
-def whole(call: ScatterCall, implementation: str) -> Tensor:
+def whole(call: ReduceFacts, implementation: str) -> Tensor:
     """What this rank sends: the sum of its products, rounded as the implementation does: once, or after each product.
 
     A product that travels in another dtype is rounded to its own first, by all of them.
     """
-    exact = implementation == "fused" and call.wire_dtype == call.out_dtype
+    exact = implementation == "fused" and call.wire_dtype == call.matmul_dtype
     total: Tensor | None = None
     count = len(call.a_parts)
     factors, rest = call.factors[:count] or (1.0,) * count, call.factors[count:]
@@ -770,6 +770,6 @@ def whole(call: ScatterCall, implementation: str) -> Tensor:
     return total.to(call.wire_dtype).view(*call.a_parts[0].shape[:-1], -1)
 
 
-def result_dtype(call: ScatterCall) -> torch.dtype:
+def result_dtype(call: ReduceFacts) -> torch.dtype:
     """Of the sum over ranks."""
-    return call.sum_dtype or call.out_dtype
+    return call.wire_dtype

@@ -573,7 +573,7 @@ NOT_TRACED = "not traced"
 
 
 def traceable(program: Program, example: list[Tensor]) -> bool:
-    """False where dynamo has no graph of the whole: see the bugs of torch in docs/reference/versions.md."""
+    """False where dynamo has no graph of the whole: see the bugs of torch in docs/reference/tried.md."""
     torch._dynamo.reset()
     try:
         torch.compile(program, backend="eager", fullgraph=True)(*example)

@@ -31,7 +31,7 @@ from asynctp_passes import Report
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 WIDTH, HIDDEN, HEADS, HISTORY = 16, 32, 2, 4
-GATHER, SCATTER = "asynctp::all_gather_scaled_matmul", "asynctp::scaled_matmul_reduce_scatter"
+GATHER, SCATTER = "asynctp::all_gather_matmul", "asynctp::matmul_reduce_scatter"
 
 
 # --- scaling ----------------------------------------------------------------------------------------------

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from asynctp_passes import compat
+from asynctp_passes.torch_private import dynamo
 
 __all__ = ["named"]
 
 
 def named(name: str, **facts: Any) -> Any:
     """A graph is of this function, as Dynamo would have it."""
-    function = compat.CompiledFunction(f"model.py:{name}:1", **facts)
-    return mock.patch.object(compat, "compiled_function", return_value=function)
+    function = dynamo.CompiledFunction(f"model.py:{name}:1", **facts)
+    return mock.patch.object(dynamo, "compiled_function", return_value=function)

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from asynctp_passes import Config, compat, joint_pass, partition_pass
+from asynctp_passes import Config
+from asynctp_passes.ir.marks import CANDIDATE, REMATERIALIZED
 from asynctp_passes.ir.traversal import reachable, tangents_of
-from asynctp_passes.planning.rematerializable import CANDIDATE
-from asynctp_passes.planning.rematerialize import REMATERIALIZED
+from asynctp_passes.remat.joint import run_joint
+from asynctp_passes.remat.partition import run_partition
+from asynctp_passes.torch_private import partitioner, symbolic_sizes
 
 
 def marked(graph: Graph) -> list[str]:
@@ -43,7 +45,7 @@ class Divided:
         """The bytes of these, but of the program's inputs."""
         saved = (node for node in outputs_of(self.forward)[self.results :] if node.op != "placeholder")
         values = [node.meta["val"] for node in saved]
-        return sum(compat.expected_bytes(value) for value in values if isinstance(value, torch.Tensor))
+        return sum(symbolic_sizes.expected_bytes(value) for value in values if isinstance(value, torch.Tensor))
 
     @property
     def given(self) -> list[str]:
@@ -68,19 +70,17 @@ def outputs_of(graph: Graph) -> list[Node]:
     return list(outputs)  # type: ignore[arg-type]
 
 
-def divided(graph: Graph, config: Config, partition: Any = compat.default_partition) -> Divided:
+def divided(graph: Graph, config: Config, partition: Any = partitioner.default_partition) -> Divided:
     """Run the joint pass on a graph, and then the partitioner with the pass around it.
 
     The results of the forward come first among those of the graph.
     """
-    joint_pass.run_joint(graph, config)
+    run_joint(graph, config)
     backward = reachable(tangents_of(graph), lambda node: node.users)
     results = sum(node not in backward for node in outputs_of(graph))
     gm = GraphModule(torch.nn.Module(), graph)
     gm.graph.owning_module = gm
-    halves = partition_pass.run_partition(
-        gm, lambda: partition(gm, [], compiler="inductor", num_fwd_outputs=results), results, config
-    )
+    halves = run_partition(gm, lambda: partition(gm, [], compiler="inductor", num_fwd_outputs=results), results, config)
     assert halves[2] is None
     for half in halves[:2]:
         half.graph.lint()

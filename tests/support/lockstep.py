@@ -360,78 +360,80 @@ def _spread(scale: Tensor, like: Tensor, dim: int) -> Tensor:
 
 
 def _all_gather_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
-    """outs[i] = all_gather(a_shard, gather_dim) @ bs[i] + biases[i]; then a_full, if asked for."""
-    gather_dim, group_size = calls[0][3], calls[0][5]
-    _check_group_size(calls, group_size)
-    results = []
-    for call, a_full in zip(calls, _gathered([call[0] for call in calls], gather_dim), strict=True):
-        _, bs, biases, _, return_a_full = call[:5]
-        pairs = zip(bs, _padded(biases, len(bs)), strict=True)
-        dtype = torch.int32 if a_full.dtype == torch.int8 else a_full.dtype
-        outs = [_product(a_full, b, bias).to(dtype) for b, bias in pairs]
-        results.append([*outs, a_full] if return_a_full else outs)
-    return results
+    """outs[i] = all_gather(a_shard, gather_dim) @ bs[i] + biases[i]; then a_full, if asked for.
 
-
-def _all_gather_scaled_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
-    """As `_all_gather_matmul` of dequantized operands; the row scales may be gathered too."""
-    gather_dim, gather_a_scale, group_size = calls[0][5], calls[0][6], calls[0][10]
+    With scales, of dequantized operands; the row scales may be gathered too. Then numbers that travel, if there are.
+    """
+    _, _, _, gather_dim, _, group_size, _, _, _, gather_a_scale, *_ = calls[0]
     _check_group_size(calls, group_size)
     a_fulls = _gathered([call[0] for call in calls], gather_dim)
-    a_scales = [call[1] for call in calls]
+    a_scales = [call[7] for call in calls]
     if gather_a_scale:
-        a_scales = _gathered([call[1] for call in calls], gather_dim)
-    results = []
-    along = [call[12] for call in calls if len(call) > 12 and call[12] is not None]
+        a_scales = _gathered(a_scales, gather_dim)
+    along = [call[12] for call in calls if call[12] is not None]
     along_full = _gathered(along, gather_dim)[:1] if along else []
+    results = []
     for call, a_full, a_scale in zip(calls, a_fulls, a_scales, strict=True):
-        _, _, bs, b_scales, biases, _, _, out_dtype, _, return_a_full, _, _ = call[:12]
-        terms = zip(bs, b_scales, _padded(biases, len(bs)), strict=True)
-        a_wide = _scaled_rows(a_full, a_scale)
-        outs = [_product(a_wide, _scaled_columns(b, scale), bias).to(out_dtype) for b, scale, bias in terms]
+        _, bs, biases, _, return_a_full, _, _, _, b_scales, _, out_dtype, *_ = call
+        a_wide, dtype = a_full, torch.int32 if a_full.dtype == torch.int8 else a_full.dtype
+        if b_scales is not None:
+            a_wide, dtype = _scaled_rows(a_full, a_scale), out_dtype
+            bs = [_scaled_columns(b, scale) for b, scale in zip(bs, b_scales, strict=True)]
+        outs = [_product(a_wide, b, bias).to(dtype) for b, bias in zip(bs, _padded(biases, len(bs)), strict=True)]
         results.append([*outs, *([a_full] if return_a_full else []), *(part.clone() for part in along_full)])
     return results
 
 
 def _matmul_reduce_scatter(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     """reduce_scatter((sum_i (a_parts[i] @ b_parts[i] + biases[i]) * factors[i] + added) * factor, scatter_dim)."""
-    _, _, _, reduce_op, scatter_dim, group_size, _, sum_dtype, *_ = calls[0]
+    a_parts, _, _, reduce_op, scatter_dim, group_size, _, *optional = calls[0]
     _check_group_size(calls, group_size)
-    total = _reduced([_partial(*call[:3], *call[-4:-1]) for call in calls], reduce_op)
-    return _scattered(total, len(calls), scatter_dim, sum_dtype or calls[0][0][0].dtype)
-
-
-def _scaled_matmul_reduce_scatter(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
-    """As `_matmul_reduce_scatter` of dequantized operands."""
-    _, _, _, _, _, reduce_op, scatter_dim, out_dtype, _, group_size, _, sum_dtype, *_ = calls[0]
-    _check_group_size(calls, group_size)
-    total = _reduced([_scaled_partial(*call[:5], out_dtype, *call[-4:-1]) for call in calls], reduce_op)
-    return _scattered(total, len(calls), scatter_dim, sum_dtype or out_dtype)
+    total = _reduced([_partial(*call[:3], *call[7:]) for call in calls], reduce_op)
+    return _scattered(total, len(calls), scatter_dim, _result_dtype(a_parts, *optional))
 
 
 def _matmul_all_reduce(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
     """all_reduce((sum_i (a_parts[i] @ b_parts[i] + biases[i]) * factors[i] + added) * factor)."""
-    _, _, _, reduce_op, _, sum_dtype, *_ = calls[0]
-    total = _reduced([_partial(*call[:3], *call[-4:-1]) for call in calls], reduce_op)
-    return [total.to(sum_dtype or call[0][0].dtype, copy=True) for call in calls]
+    _, _, _, reduce_op, *_ = calls[0]
+    total = _reduced([_partial(*call[:3], *call[5:]) for call in calls], reduce_op)
+    return [total.to(_result_dtype(call[0], *call[5:]), copy=True) for call in calls]
 
 
-def _scaled_matmul_all_reduce(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
-    """As `_matmul_all_reduce` of dequantized operands."""
-    _, _, _, _, _, reduce_op, out_dtype, _, _, sum_dtype, *_ = calls[0]
-    total = _reduced([_scaled_partial(*call[:5], out_dtype, *call[-4:-1]) for call in calls], reduce_op)
-    return [total.to(sum_dtype or out_dtype, copy=True) for call in calls]
+def _result_dtype(
+    a_parts: Sequence[Tensor],
+    a_scales: object,
+    b_scales: object,
+    out_dtype: torch.dtype | None,
+    fast: bool,
+    sum_dtype: torch.dtype | None,
+    *_: object,
+) -> torch.dtype:
+    return sum_dtype or out_dtype or a_parts[0].dtype
 
 
 def _partial(
     a_parts: Sequence[Tensor],
     b_parts: Sequence[Tensor],
     biases: Sequence[Tensor | None],
+    a_scales: Sequence[Tensor] | None,
+    b_scales: Sequence[Tensor] | None,
+    out_dtype: torch.dtype | None,
+    fast: bool,
     sum_dtype: torch.dtype | None,
     added: Tensor | None,
     factors: Sequence[float] | None,
+    accord: int,
 ) -> Tensor:
-    """One rank's term of the sum over ranks; with a `sum_dtype`, of products that are rounded as aten's are."""
+    """One rank's term of the sum over ranks; with a `sum_dtype`, of products that are rounded as aten's are.
+
+    With scales, of dequantized operands.
+    """
+    if a_scales is not None and b_scales is not None:
+        wide_as = [_scaled_rows(a, scale) for a, scale in zip(a_parts, a_scales, strict=True)]
+        wide_bs = [_scaled_columns(b, scale) for b, scale in zip(b_parts, b_scales, strict=True)]
+        products = [_product(*term) for term in zip(wide_as, wide_bs, _padded(biases, len(wide_as)), strict=True)]
+        products = products if sum_dtype is None else [one.to(out_dtype).double() for one in products]
+        return _sum_of_terms(products, added, factors)
     terms = zip(a_parts, b_parts, _padded(biases, len(a_parts)), strict=True)
     make = _product if sum_dtype is None else _rounded_product
     return _sum_of_terms([make(*term).double() for term in terms], added, factors)
@@ -452,25 +454,6 @@ def _rounded_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     rows = a.flatten(0, -2)
     product = torch.mm(rows, b) if bias is None else torch.addmm(bias, rows, b)
     return product.unflatten(0, a.shape[:-1])
-
-
-def _scaled_partial(
-    a_parts: Sequence[Tensor],
-    b_parts: Sequence[Tensor],
-    a_scales: Sequence[Tensor],
-    b_scales: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    out_dtype: torch.dtype,
-    sum_dtype: torch.dtype | None,
-    added: Tensor | None,
-    factors: Sequence[float] | None,
-) -> Tensor:
-    """As `_partial`, of dequantized operands."""
-    wide_as = [_scaled_rows(a, scale) for a, scale in zip(a_parts, a_scales, strict=True)]
-    wide_bs = [_scaled_columns(b, scale) for b, scale in zip(b_parts, b_scales, strict=True)]
-    terms = [_product(*term) for term in zip(wide_as, wide_bs, _padded(biases, len(wide_as)), strict=True)]
-    products = terms if sum_dtype is None else [term.to(out_dtype).double() for term in terms]
-    return _sum_of_terms(products, added, factors)
 
 
 def _padded(biases: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
@@ -502,11 +485,8 @@ GROUP_OPS: dict[str, GroupOp] = {
     "vllm_like::reduce_scatter": _custom_reduce_scatter,
     "vllm_like::all_reduce": _custom_all_reduce,
     "asynctp::all_gather_matmul": _all_gather_matmul,
-    "asynctp::all_gather_scaled_matmul": _all_gather_scaled_matmul,
     "asynctp::matmul_reduce_scatter": _matmul_reduce_scatter,
-    "asynctp::scaled_matmul_reduce_scatter": _scaled_matmul_reduce_scatter,
     "asynctp::matmul_all_reduce": _matmul_all_reduce,
-    "asynctp::scaled_matmul_all_reduce": _scaled_matmul_all_reduce,
 }
 
 

@@ -14,7 +14,6 @@ descriptors describe, and what was loaded by pointer. What a program does is a l
     ("get", address)                              one is loaded, which is `COUNTED`
     ("add", address, number)                      one is added to, which counts programs that are done
     ("barrier",)                                  `tl.debug_barrier`
-    ("stamp", address, what)                      a "time" or the number of the "sm" is stored
 
 The interpreter cannot show this: it runs the kernel's source, and what Triton makes of loops is what is in question.
 The rest is taken as given: what is asked for is there, what is stored is stored, and barriers, layouts, rounding and
@@ -362,11 +361,7 @@ class _Program:
     def _read(self, symbol: tuple[Any, ...]) -> None:
         self.events.append(("read", *symbol))
 
-    def _tt_store(self, op: Op, place: int | Range, value: int | str) -> None:
-        if isinstance(value, str):
-            assert isinstance(place, int), op.line
-            self.events.append(("stamp", place, value))
-            return
+    def _tt_store(self, op: Op, place: int | Range, value: int) -> None:
         first, size = (place, 1) if isinstance(place, int) else (place.first, place.size)
         self.events.append(("set", first, size, value))
 
@@ -391,13 +386,11 @@ class _Program:
 
     _gpu_barrier = _ttg_barrier
 
-    def _tt_elementwise_inline_asm(self, op: Op, *operands: Any) -> int | str:
+    def _tt_elementwise_inline_asm(self, op: Op, *operands: Any) -> int:
         if "prefetch.global.L1" in op.line:
             place, mask = operands
             self.events.append(("prefetch", place.name, place.at.first, mask.left))
             return 0
-        if "%globaltimer" in op.line or "%smid" in op.line:
-            return "time" if "%globaltimer" in op.line else "sm"
         assert all(isinstance(value, int) for value in operands), op.line
         if "ld.acquire.sys" in op.line:
             self._wait(*operands)

@@ -1,6 +1,6 @@
 """Run the tests on several versions of torch, each in a virtual environment of its own, and print a table.
 
-    python tests/support/matrix.py                               the versions of docs/reference/versions.md
+    python tests/support/matrix.py                               the versions of docs/reference/tried.md
     python tests/support/matrix.py --torch 2.12.1 2.14.1 -- -n 4 other versions, with arguments of pytest
     python tests/support/matrix.py --tests tests/*/test_*.py     the whole suite
     python tests/support/matrix.py --index https://download.pytorch.org/whl/cpu   torch without CUDA, 200 MB, not 5 GB
@@ -32,7 +32,7 @@ TESTS = tuple(
         ("unit", ("corpus", "rewrite", "reasons", "strict", "index_map", "bucketing", "overlap", "shard_region")),
         ("unit", ("report", "config", "registry", "layering")),
         ("soundness", ("attacks", "property")),
-        ("integration", ("torch_notes", "agree", "ops", "forms", "backend", "recipes")),
+        ("integration", ("torch_notes", "accord", "ops", "forms", "backend", "recipes")),
         ("tools", ("doctor",)),
     )
     for name in names

@@ -282,19 +282,14 @@ def run(case: Case, x: Inputs, group: ProcessGroup, all_keep: bool | None = None
     ops = torch.ops.asynctp
     name = group.group_name
     if isinstance(case, ScatterCase):
-        optional = (case.sum_dtype, x.added, list(case.factors) or None)
-        if not case.scale:
-            options = (case.op, case.dim, group.size(), name, *optional)
-            return [ops.matmul_reduce_scatter(x.a, x.b, x.biases, *options)]
-        operands = (x.a, x.b, x.a_scales, x.b_scales, x.biases, case.op, case.dim)
-        options = (case.out_dtype, True, group.size(), name, *optional)
-        return [ops.scaled_matmul_reduce_scatter(*operands, *options)]
+        scales = (x.a_scales, x.b_scales, case.out_dtype, True) if case.scale else (None, None, None, False)
+        options = (case.op, case.dim, group.size(), name, *scales, case.sum_dtype, x.added, list(case.factors) or None)
+        return [ops.matmul_reduce_scatter(x.a, x.b, x.biases, *options)]
+    where = (case.dim, case.a_full, group.size(), name)
     if not case.scale:
-        return ops.all_gather_matmul(x.a[0], x.b, x.biases, case.dim, case.a_full, group.size(), name, all_keep)
-    return ops.all_gather_scaled_matmul(
-        x.a[0], x.a_scales[0], x.b, x.b_scales, x.biases, case.dim, case.scale == "shard",
-        case.out_dtype, True, case.a_full, group.size(), name, x.along, all_keep,
-    )  # fmt: skip
+        return ops.all_gather_matmul(x.a[0], x.b, x.biases, *where, all_keep=all_keep)
+    scales = (x.a_scales[0], x.b_scales, case.scale == "shard", case.out_dtype, True)
+    return ops.all_gather_matmul(x.a[0], x.b, x.biases, *where, *scales, x.along, all_keep)
 
 
 def judge(case: Case, outs: list[torch.Tensor], inputs: list[Inputs], rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,10 +17,9 @@ import cuda_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose.tiles import Tiles
 from asynctp_kernels.cuda.choose.wire import PUSH
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.plans import decomposed, direct, fused, gather, scatter, sequential
-from asynctp_kernels.cuda.plans.gather_call import GatherCall
 from asynctp_kernels.cuda.plans.gather_transports import GatherPush
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_WORLD, GroupMemory, Words
 from cuda_stubs import (
     FP8,
@@ -120,10 +120,10 @@ def returned() -> Iterator[Any]:
             yield pytest.param(*param.values, kept, id=f"{param.id}-{name}")
 
 
-def gather_plan(call: GatherCall, here: Machine, implementation: str, chunks: int = 3) -> gather.GatherPlan:
+def gather_plan(call: GatherFacts, here: Machine, implementation: str, chunks: int = 3) -> gather.GatherPlan:
     if implementation == "fused":
         return fused.FusedGather(call, here.memory, tiles_of(call.a_shard.dtype), chunks, SMS)
-    made: dict[str, Callable[[GatherCall, GroupMemory], gather.GatherPlan]] = {
+    made: dict[str, Callable[[GatherFacts, GroupMemory], gather.GatherPlan]] = {
         "decomposed": decomposed.DecomposedGather,
         "direct": direct.DirectGather,
         "sequential": sequential.SequentialGather,
@@ -131,7 +131,7 @@ def gather_plan(call: GatherCall, here: Machine, implementation: str, chunks: in
     return made[implementation](call, here.memory)
 
 
-def others(call: GatherCall) -> tuple[list[Tensor], list[Tensor]]:
+def others(call: GatherFacts) -> tuple[list[Tensor], list[Tensor]]:
     """All ranks' shards and row scales; ours are those of the call."""
     shards = [tensor(*call.a_shard.shape, dtype=call.a_shard.dtype) for _ in range(WORLD)]
     shards[RANK] = call.a_shard
@@ -167,7 +167,7 @@ def fill_inbox(
 
 
 def peers_give(
-    here: Machine, plan: gather.GatherPlan, call: GatherCall, shards: Sequence[Tensor], scales: Sequence[Tensor]
+    here: Machine, plan: gather.GatherPlan, call: GatherFacts, shards: Sequence[Tensor], scales: Sequence[Tensor]
 ) -> None:
     """What a plan takes from the other ranks lies where it does."""
     transport = getattr(plan, "transport", None)
@@ -179,7 +179,7 @@ def peers_give(
     here.gathered = [shards, scales] if scales else [shards]
 
 
-def run_gather(call: GatherCall, here: Machine, plan: gather.GatherPlan) -> tuple[list[Tensor], Tensor, Any]:
+def run_gather(call: GatherFacts, here: Machine, plan: gather.GatherPlan) -> tuple[list[Tensor], Tensor, Any]:
     """Run the plan on data of its own; gives its results, the gathered A and the scale of that.
 
     Numbers that travel along are the last result; they are checked here.
@@ -187,11 +187,11 @@ def run_gather(call: GatherCall, here: Machine, plan: gather.GatherPlan) -> tupl
     fresh = replace(call, a_shard=tensor(*call.a_shard.shape, dtype=call.a_shard.dtype))
     shards, scales = others(fresh)
     peers_give(here, plan, call, shards, scales)
-    outs = plan.run(fresh.a_shard, fresh.a_scale, fresh.bs, fresh.b_scales, fresh.biases, fresh.along)
-    full = torch.cat([shard.float() for shard in shards], call.dim).to(call.a_shard.dtype)
-    if call.along is not None:
-        assert torch.equal(outs.pop(), torch.cat(scales, call.dim))
-    return outs, full, torch.cat(scales, call.dim) if call.scale_travels else fresh.a_scale
+    outs = plan.run(fresh.a_shard, fresh.a_scale, fresh.bs, fresh.b_scales, fresh.biases, fresh.along_shard)
+    full = torch.cat([shard.float() for shard in shards], call.gather_dim).to(call.a_shard.dtype)
+    if call.along_shard is not None:
+        assert torch.equal(outs.pop(), torch.cat(scales, call.gather_dim))
+    return outs, full, torch.cat(scales, call.gather_dim) if call.gather_a_scale else fresh.a_scale
 
 
 RETURNED = pytest.mark.parametrize("kept", [False, True], ids=["pushed", "pulled"])
@@ -291,7 +291,7 @@ def scatter_implementations() -> Iterator[Any]:
                 yield pytest.param(case, implementation, id=f"{case}-{implementation}")
 
 
-def scatter_plan(call: ScatterCall, here: Machine, implementation: str, chunks: int = 3) -> scatter.ScatterPlan:
+def scatter_plan(call: ReduceFacts, here: Machine, implementation: str, chunks: int = 3) -> scatter.ScatterPlan:
     if implementation == "fused":
         return fused.FusedScatter(call, here.memory, tiles_of(call.a_parts[0].dtype), chunks, SMS)
     made = {
@@ -312,7 +312,7 @@ def peers_come(here: Machine, full: Words, parts: Sequence[Tensor], signature: i
         here.parts("box")[RANK][slot * size : (slot + 1) * size] = bits(parts[rank])
 
 
-def run_scatter(call: ScatterCall, here: Machine, plan: scatter.ScatterPlan) -> tuple[Tensor, Tensor, list[Tensor]]:
+def run_scatter(call: ReduceFacts, here: Machine, plan: scatter.ScatterPlan) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Run the plan on data of its own; gives its result, what it must be, and our parts for all ranks."""
     fresh = replace(call, a_parts=[tensor(*a.shape, dtype=a.dtype) for a in call.a_parts])
     if call.added is not None:
@@ -340,7 +340,7 @@ def check_pushes(here: Machine, implementation: str, mine: Sequence[Tensor]) -> 
         assert torch.equal(here.parts("box")[rank][slot * len(part) : (slot + 1) * len(part)], part)
 
 
-def check_words(here: Machine, implementation: str, call: ScatterCall) -> None:
+def check_words(here: Machine, implementation: str, call: ReduceFacts) -> None:
     """Every wait of a stream is for a word that says so, exactly where it is the call's; none is left over."""
     signature = call.wire.signature(PUSH)
     for wait in here.of(Waited):
@@ -377,27 +377,23 @@ def several(found: Tensor | Sequence[Tensor] | None) -> Sequence[Tensor]:
     return [] if found is None else [found] if isinstance(found, Tensor) else found
 
 
-def arguments_of(call: GatherCall | ScatterCall, group: Any, world: int = WORLD) -> calls.Call:
+def arguments_of(call: GatherFacts | ReduceFacts, group: Any, world: int = WORLD) -> calls.Call:
     """The call of an op that is run so; of an all-reduce, of rows."""
-    if isinstance(call, GatherCall):
-        arguments: dict[str, Any] = {
-            "a_shard": call.a_shard, "bs": call.bs, "biases": call.biases, "gather_dim": call.dim,
-            "return_a_full": call.return_a_full, "group_size": world, "all_keep": call.kept, "a_scale": call.a_scale,
-            "b_scales": call.b_scales, "gather_a_scale": call.scale_travels, "use_fast_accum": call.fast,
-            "along_shard": call.along}  # fmt: skip
+    arguments = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
+    del arguments["world"], arguments["unknown"]
+    if not call.b_scales:  # then no other argument of scales is there
+        arguments |= {name: None for name in ("a_scale", "a_scales", "b_scales", "out_dtype") if name in arguments}
+        arguments["use_fast_accum"] = False
+    if call.kind == "all_reduce":
+        del arguments["scatter_dim"]
     else:
-        arguments = {
-            "a_parts": call.a_parts, "b_parts": call.b_parts, "biases": call.biases, "reduce_op": call.reduce_op,
-            "a_scales": call.a_scales, "b_scales": call.b_scales, "use_fast_accum": call.fast,
-            "sum_dtype": call.sum_dtype, "added": call.added, "factors": call.factors}  # fmt: skip
-        if call.op.endswith("scatter"):
-            arguments |= {"scatter_dim": call.dim, "group_size": world}
-    return calls.signature(call.op).named({**arguments, "out_dtype": call.out_dtype, "group_name": group})
+        arguments["group_size"] = world
+    return calls.signature(call.op).named({**arguments, "group_name": group})
 
 
-def op(here: Machine, call: GatherCall | ScatterCall, check: Callable[[], None] = lambda: None) -> Any:
+def op(here: Machine, call: GatherFacts | ReduceFacts, check: Callable[[], None] = lambda: None) -> Any:
     """The call as the op makes it; None where its own program is to run."""
-    run = cuda.run_gather if isinstance(call, GatherCall) else cuda.run_reduce
+    run = cuda.run_gather if isinstance(call, GatherFacts) else cuda.run_reduce
     return run(arguments_of(call, here.group, call.world), lambda _: check(), lambda call, mover: None)
 
 

@@ -169,6 +169,11 @@ def mutation_between(b: GraphBuilder) -> Node:
     return b.mm(whole, w)
 
 
+@row("MUTATED_IN_BETWEEN", "all_reduce_")
+def all_reduce_in_place(b: GraphBuilder) -> Node:
+    return b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce_.default, product(b), "sum", b.group))
+
+
 @row("ADDMM_SCALED", "alpha=2")
 def addmm_with_alpha(b: GraphBuilder) -> Node:
     return b.call(aten.addmm.default, b.input("bias", [12]), gathered(b), b.input("w", [8, 12]), alpha=2)
@@ -230,6 +235,12 @@ def matmul_between_gather_and_scatter(b: GraphBuilder) -> Node:
 @row("DTYPE_UNSUPPORTED", "torch.int32 @ torch.int32")
 def gather_of_integers(b: GraphBuilder) -> Node:
     return times(b, gathered(b, dtype=torch.int32))
+
+
+@row("DTYPE_UNSUPPORTED", "_int_mm: torch.int8 @ torch.int8 -> torch.int32")
+def scatter_of_an_int32_result(b: GraphBuilder) -> Node:
+    operands = b.input("x", [16, 32], torch.int8), b.input("w", [32, 16], torch.int8)
+    return b.scatter(b.call(aten._int_mm.default, *operands))
 
 
 @row("DEVICE_UNSUPPORTED", "xpu")
@@ -374,3 +385,13 @@ def gather_for_a_weight_gradient_beside_a_product(b: GraphBuilder) -> tuple[Node
 def scatter_of_no_product_beside_one(b: GraphBuilder) -> tuple[Node, Node, Node]:
     fused, wide = b.scatter(product(b)), b.input("wide", [2048, 2048])
     return fused, b.mm(wide, wide), b.scatter(b.relu(b.input("g", [1024, 1024])))
+
+
+@row("STEP_SKIPPED", "hoist", skip="hoist")
+def gather_that_would_be_hoisted(b: GraphBuilder) -> Node:
+    return times(b, b.relu(gathered(b)))
+
+
+@row("STEP_SKIPPED", "overlap", fused=1, skip="overlap")
+def gather_that_would_run_beside_a_product(b: GraphBuilder) -> tuple[Node, Node]:
+    return gather_for_a_weight_gradient_beside_a_product(b)

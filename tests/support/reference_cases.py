@@ -298,32 +298,23 @@ def _scatter_truth(case: Scatter, rank: int, world_size: int) -> Tensor:
 # --- calls -----------------------------------------------------------------------------------------------------
 def _gather_call(case: Gather, x: dict[str, Any], size: int, group: Any) -> tuple[Any, tuple[Any, ...]]:
     """The op and its positional arguments."""
+    operands = (x["a_shard"], x["bs"], x["biases"], case.dim, case.full, size, group)
     if not case.scale:
-        return torch.ops.asynctp.all_gather_matmul, (
-            x["a_shard"],
-            x["bs"],
-            x["biases"],
-            case.dim,
-            case.full,
-            size,
-            group,
-        )
-    operands = (x["a_shard"], x["a_scale"], x["bs"], x["b_scales"], x["biases"], case.dim, case.scale == "sharded")
-    options = (case.out_dtype, False, case.full, size, group, *([x["along"]] if case.along else []))
-    return torch.ops.asynctp.all_gather_scaled_matmul, (*operands, *options)
+        return torch.ops.asynctp.all_gather_matmul, operands
+    scales = (x["a_scale"], x["b_scales"], case.scale == "sharded", case.out_dtype, False)
+    return torch.ops.asynctp.all_gather_matmul, (*operands, *scales, *([x["along"]] if case.along else []))
 
 
 def _scatter_call(case: Scatter, x: dict[str, Any], size: int, group: Any) -> tuple[Any, tuple[Any, ...]]:
     where = (case.reduce_op,) if case.dim is None else (case.reduce_op, case.dim)
-    given = (case.sum_dtype, x.get("term"), list(case.factors) or None)
-    given = given[: max((index for index, value in enumerate(given, 1) if value is not None), default=0)]
+    scales = (x["a_scales"], x["b_scales"], case.out_dtype, False) if case.scale else (None, None, None, False)
+    given = (*scales, case.sum_dtype, x.get("term"), list(case.factors) or None)
+    given = given[
+        : max((index for index, value in enumerate(given, 1) if value is not None and value is not False), default=0)
+    ]
     ending = ((group,) if case.dim is None else (size, group)) + given
-    kind = "all_reduce" if case.dim is None else "reduce_scatter"
-    if not case.scale:
-        op = getattr(torch.ops.asynctp, f"matmul_{kind}")
-        return op, (x["a_parts"], x["b_parts"], x["biases"], *where, *ending)
-    operands = (x["a_parts"], x["b_parts"], x["a_scales"], x["b_scales"], x["biases"], *where)
-    return getattr(torch.ops.asynctp, f"scaled_matmul_{kind}"), (*operands, case.out_dtype, False, *ending)
+    op = getattr(torch.ops.asynctp, f"matmul_{'all_reduce' if case.dim is None else 'reduce_scatter'}")
+    return op, (x["a_parts"], x["b_parts"], x["biases"], *where, *ending)
 
 
 def _call(case: Gather | Scatter, rank: int, size: int, group: Any) -> tuple[Any, tuple[Any, ...]]:

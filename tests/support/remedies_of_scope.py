@@ -20,6 +20,9 @@ for _before in (
     scope.gather_over_a_dimension_named_for_data,
 ):
     mends(_before, config={"groups": ("tp",)})(_before)
+mends(limits.gather_that_would_be_hoisted, config={"skip": ()})(limits.gather_that_would_be_hoisted)
+_before = limits.gather_that_would_run_beside_a_product
+mends(_before, outcome="OVERLAPPED", config={"skip": ()})(_before)
 mends(limits.small_gather, config={"min_bytes": 0})(limits.small_gather)
 mends(limits.small_matmul, config={"min_flops": 0})(limits.small_matmul)
 

@@ -69,11 +69,13 @@ def explain(
 
 
 def call_of(op: str, *args: Any, world: int = 4, **optional: Any) -> Any:
-    """A call of an op with its arguments up to the group and its size, and others by name."""
-    found = signature(op)
+    """A call of an op with its arguments up to the group and its size, and others by name, or as the last of `args`."""
+    found, given = signature(op), list(args)
+    if given and isinstance(given[-1], dict):
+        optional |= given.pop()
     group = (world, "tp") if "group_size" in found.names else ("tp",)
-    given = {name: value for name, value in optional.items() if value is not None}
-    return found.named({**dict(zip(found.names, (*args, *group), strict=False)), **given})
+    others = {name: value for name, value in optional.items() if value is not None}
+    return found.named({**dict(zip(found.names, (*given, *group), strict=False)), **others})
 
 
 def explain_gather(rows: int, k: int, *ns: int, world: int = 4, **others: Any) -> Choice:
@@ -96,14 +98,7 @@ def explain_all_reduce(rows: int, k: int, n: int, world: int = 4, **others: Any)
 OVERLAPPED = {"fused", "decomposed"}
 
 
-GATHER, SCALED_GATHER, SCATTER, SCALED_SCATTER, ALL_REDUCE, SCALED_ALL_REDUCE = (
-    "all_gather_matmul",
-    "all_gather_scaled_matmul",
-    "matmul_reduce_scatter",
-    "scaled_matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "scaled_matmul_all_reduce",
-)
+GATHER, SCATTER, ALL_REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 
 
 def own_reasons(choice: Choice) -> dict[str, str]:

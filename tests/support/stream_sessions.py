@@ -13,10 +13,9 @@ from unittest import mock
 import torch
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose.tiles import Tiles
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm import gemm
 from asynctp_kernels.cuda.plans import fused
-from asynctp_kernels.cuda.plans.gather_call import GatherCall
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.cuda.runtime.memory import existing_memory
 from cuda_emulated import Steps, look, raw
@@ -118,12 +117,12 @@ def expected(each: Each, number: int, rank: int, world: int) -> list[Tensor]:
     return [joined.view(world, *calls[rank][0].shape), *numbers]
 
 
-def _gathered(calls: Sequence[GatherCall], shards: Sequence[Tensor], rank: int) -> list[Tensor]:
+def _gathered(calls: Sequence[GatherFacts], shards: Sequence[Tensor], rank: int) -> list[Tensor]:
     call = calls[rank]
-    full = _joined(shards, call.dim)
-    scale = _joined([each.a_scale for each in calls], call.dim) if call.scale_travels else call.a_scale
+    full = _joined(shards, call.gather_dim)
+    scale = _joined([each.a_scale for each in calls], call.gather_dim) if call.gather_a_scale else call.a_scale
     outs = [out.view(*full.shape[:-1], -1) for out in expected_products(call, full, scale)]
-    numbers = [] if call.along is None else [_joined([each.along for each in calls], call.dim)]
+    numbers = [] if call.along_shard is None else [_joined([each.along_shard for each in calls], call.gather_dim)]
     return [*outs, *[full] * call.return_a_full, *numbers]
 
 
@@ -182,9 +181,9 @@ def tensors(operands: Any) -> list[Tensor]:
     return [each for each in flat if isinstance(each, Tensor)]
 
 
-def small_operands(call: GatherCall | ScatterCall) -> list[Tensor]:
+def small_operands(call: GatherFacts | ReduceFacts) -> list[Tensor]:
     """Scales and biases."""
-    scales = [*call.b_scales, *([call.a_scale] if isinstance(call, GatherCall) else call.a_scales)]
+    scales = [*call.b_scales, *([call.a_scale] if isinstance(call, GatherFacts) else call.a_scales)]
     return [each for each in (*scales, *call.biases) if each is not None]
 
 
@@ -263,7 +262,7 @@ class Player:
 
     def _run(self, op: Op, call: Any, group: Any) -> list[Tensor]:
         if op.kind == "all reduce":
-            call = replace(call, unscaled_op="matmul_all_reduce")
+            call = replace(call, scatter_dim=None)
         run = cuda.run_gather if op.kind == "gather" else cuda.run_reduce
         found = run(arguments_of(call, group, self.world), lambda call: None, lambda call, mover: None)
         assert found is not None

@@ -30,11 +30,7 @@ def added(b: Builder, *terms: Node) -> Node:
 
 def summed_up(graph: Graph) -> list[int]:
     """The number of products of each fused reduction."""
-    return [
-        len(node.args[0])
-        for node in graph.nodes
-        if op_name(node.target).startswith(("asynctp::matmul_", "asynctp::scaled_matmul_"))
-    ]
+    return [len(node.args[0]) for node in graph.nodes if op_name(node.target).startswith("asynctp::matmul_")]
 
 
 def reductions_left(graph: Graph) -> int:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import asynctp_passes
-from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
+from asynctp_passes.reasons import CATALOGUE
 from asynctp_passes.reporting.report import Remark, Report
-from asynctp_passes.tools import cli, reason_programs
+from asynctp_passes.tools import cli
 from asynctp_passes.tools.cli import main
 
 REMARK = Remark("FUSED", "all_gather_matmul", "gather", nodes=("gather", "mm"), op="asynctp::all_gather_matmul")
@@ -45,11 +46,6 @@ def test_reasons_explains_one(spelling: str, capsys: pytest.CaptureFixture[str])
 def test_reasons_explains_one_that_no_program_shows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reasons", "ATP302"]) == 0
     assert "# No program gives it on a CPU: it needs a device" in capsys.readouterr().out
-
-
-def test_reasons_markdown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reasons", "--markdown"]) == 0
-    assert capsys.readouterr().out == catalogue_markdown(reason_programs.INTRODUCTION, reason_programs.markdown())
 
 
 def test_unknown_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,8 +120,9 @@ def test_the_doctor_says_which_version_runs(capsys: pytest.CaptureFixture[str]) 
     version = asynctp_passes.__version__
     assert re.search(rf"asynctp +{re.escape(version)}", capsys.readouterr().out)
     main(["doctor", "--json"])
-    first, *_ = json.loads(capsys.readouterr().out)
+    first, second, *_ = json.loads(capsys.readouterr().out)
     assert (first["name"], first["status"]) == ("asynctp", "ok")
+    assert (second["name"], second["text"]) == ("torch", torch.__version__)
     assert version in first["text"]
     assert "kernels in " in first["text"]
 

@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 
 import asynctp_kernels
+import page_parts
 import pytest
+import reasons_page
+import support_page
 from scripts import run_script
 
 import asynctp_passes
-from asynctp_passes.config import RUNTIME_VARIABLES, Config
-from asynctp_passes.reasons import CATALOGUE, catalogue_markdown
-from asynctp_passes.tools import reason_programs
+from asynctp_passes.reasons import CATALOGUE
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -57,9 +58,19 @@ def _code(path: Path) -> str:
 
 
 def test_reasons_page_is_the_catalogue() -> None:
-    page = (DOCS / "reference" / "reasons.md").read_text(encoding="utf-8")
-    written = catalogue_markdown(reason_programs.INTRODUCTION, reason_programs.markdown())
-    assert page == written, "write it anew: asynctp reasons --markdown > docs/reference/reasons.md"
+    written = reasons_page.PAGE.read_text(encoding="utf-8")
+    assert written == reasons_page.page(), "write it anew: python tests/support/reasons_page.py"
+
+
+def test_support_page_is_the_table_of_forms() -> None:
+    written = support_page.PAGE.read_text(encoding="utf-8")
+    assert written == support_page.page(), "write it anew: python tests/support/support_page.py"
+
+
+@pytest.mark.parametrize("form", [form for forms in support_page.SECTIONS.values() for form in forms], ids=str)
+def test_a_supported_form_is_shown_by_tests_with_that_outcome(form: support_page.Form) -> None:
+    assert form.shown_by
+    assert list(form.faults()) == []
 
 
 def test_reasons_named_in_pages_exist() -> None:
@@ -71,15 +82,10 @@ def test_reasons_named_in_pages_exist() -> None:
             assert name in ("", known[code]), f"{_name(page)} calls {code} {name}; it is {known[code]}"
 
 
-def test_every_config_field_is_documented_with_its_default() -> None:
-    page = (DOCS / "reference" / "config.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([a-z_]+)` \| (.*)$", page, re.MULTILINE))
-    assert list(rows) == list(Config.field_names())
-    for name, row in rows.items():
-        default = repr(getattr(Config(), name)).replace("'", '"')
-        assert row.startswith(f"`ASYNCTP_{name.upper()}` | `{default}` |"), name
-    for name in RUNTIME_VARIABLES:
-        assert f"| `ASYNCTP_{name.upper()}` |" in page
+@pytest.mark.parametrize("page", page_parts.PARTS)
+def test_parts_of_a_page_are_those_of_the_code(page: str) -> None:
+    is_there = (page_parts.FOLDER / page).read_text(encoding="utf-8")
+    assert is_there == page_parts.written(page), "write it anew: python tests/support/page_parts.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -200,6 +206,30 @@ def test_readme_is_read_in_a_minute() -> None:
     assert len(readme.split()) <= 900
     assert "[^" not in readme
     assert len(figures(readme)) <= 25
+
+
+_RESULTS = DOCS / "results"
+_GENERATED = {reasons_page.PAGE, support_page.PAGE}
+
+
+def _words(page: Path) -> int:
+    return len(page.read_text(encoding="utf-8").split())
+
+
+def test_docs_are_short() -> None:
+    """All pages together, without those of raw results."""
+    assert sum(_words(page) for page in DOCS.rglob("*.md") if _RESULTS not in page.parents) <= 40_000
+
+
+def test_no_page_for_users_is_long() -> None:
+    """Generated ones excepted, which are looked up and not read; internals are for those who change the code."""
+    left_out = (_RESULTS, DOCS / "internals")
+    pages = [page for page in DOCS.rglob("*.md") if not set(left_out) & set(page.parents) and page not in _GENERATED]
+    assert {_name(page): _words(page) for page in pages if _words(page) > 2_500} == {}
+
+
+def test_raw_results_are_small() -> None:
+    assert sum(path.stat().st_size for path in _RESULTS.rglob("*") if path.is_file()) <= 1_500_000
 
 
 def test_figures_of_the_readme_are_those_of_the_raw_results() -> None:

@@ -14,22 +14,33 @@ from typing import Any
 
 import pytest
 import torch
-from asynctp_kernels import compat, doctor, errors
-from asynctp_kernels.cuda.choose import names, select
-from asynctp_kernels.cuda.legality import WORLD_SIZES
+from asynctp_kernels import errors, torch_private
+from asynctp_kernels.cuda.checks import WORLD_SIZES
+from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.runtime import driver
-from asynctp_kernels.doctor import Facts, Finding, Gpu, diagnose, render, usable
 
 import asynctp_passes
+from asynctp_passes import doctor
 from asynctp_passes.config import cpu_implementation
-from asynctp_passes.tools.cli import main
+from asynctp_passes.doctor import (
+    Facts,
+    Finding,
+    Gpu,
+    bug_report,
+    diagnose,
+    last_reports,
+    render,
+    usable,
+    without_places,
+)
+from asynctp_passes.reporting.report import Report
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-to" / "check-your-machine.md"
 
 H200 = Gpu("NVIDIA H200", (9, 0), stream_ops=True)
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), stream_ops=True)
-CPU = Facts(python=(3, 12, 3), torch="2.13.1+cpu", triton="3.7.0", numpy="2.4.1")
+CPU = Facts(version="0.2.0", installed="0.2.0", python=(3, 12, 3), torch="2.13.1+cpu", triton="3.7.0", numpy="2.4.1")
 GPU = replace(
     CPU,
     torch="2.13.1+cu130",
@@ -130,10 +141,6 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
     "sequential asked for": (
         GPU, env(ASYNCTP_CUDA_IMPLEMENTATION="sequential"), [], SEQUENTIAL + "ASYNCTP_CUDA_IMPLEMENTATION asks for it",
     ),
-    "sequential asked for by its old name": (
-        GPU, env(ASYNCTP_CUDA_IMPLEMENTATION="unfused"), ["warn ASYNCTP_CUDA_IMPLEMENTATION"],
-        SEQUENTIAL + "ASYNCTP_CUDA_IMPLEMENTATION asks for it",
-    ),
     "fused asked for": (GPU, env(ASYNCTP_CUDA_IMPLEMENTATION="fused"), [], OVERLAPPED),
     "fused asked for on A100": (
         GPU, {"gpus": (A100,) * 2, **env(ASYNCTP_CUDA_IMPLEMENTATION="fused")}, ["fail ASYNCTP_CUDA_IMPLEMENTATION"],
@@ -223,7 +230,12 @@ def said(facts: Facts, name: str) -> list[tuple[str, str]]:
         ({"table_gpus": ("X",)}, "tuning table", "info", "nothing of NVIDIA H200"),
         (env(CUDA_DEVICE_MAX_CONNECTIONS="1"), "CUDA_DEVICE_MAX_CONNECTIONS", "info", "overlap less"),
         (env(CUDA_VISIBLE_DEVICES=""), "CUDA_VISIBLE_DEVICES", "info", "'': torch sees no other GPUs"),
-        (env(ASYNCTP_TIMEOUT_S="2"), "ASYNCTP_TIMEOUT_S", "info", "'2': seconds that a wait for a peer may take"),
+        (
+            env(ASYNCTP_TIMEOUT_S="2"),
+            "ASYNCTP_TIMEOUT_S",
+            "info",
+            "'2': seconds after which a wait for a peer gives up",
+        ),
         ({"torch": "2.13.1"}, "torch bug", "info", "fused_scaled_matmul_reduce_scatter"),
     ],
 )
@@ -241,8 +253,7 @@ def test_known_bugs_by_version() -> None:
 
 def test_names_are_those_of_the_code() -> None:
     """The doctor must import without the modules that own these names, so it repeats them."""
-    assert set(doctor.CUDA_IMPLEMENTATIONS) <= set(select.IMPLEMENTATIONS)
-    assert doctor.RENAMED_IMPLEMENTATIONS == names.RENAMED
+    assert set(doctor.CUDA_IMPLEMENTATIONS) <= set(select.offered())
     assert (doctor.CUDA_VARIABLE, doctor.TABLE_VARIABLE) == (select.VARIABLE, select.TABLE_VARIABLE)
     assert doctor.TIMEOUT_VARIABLE == errors.TIMEOUT_VARIABLE
     assert WORLD_SIZES.stop - 1 == doctor.MAX_RANKS
@@ -250,11 +261,25 @@ def test_names_are_those_of_the_code() -> None:
         assert cpu_implementation({doctor.CPU_VARIABLE: name}) == name
 
 
-def test_more_findings_count_in_the_verdict() -> None:
-    findings = diagnose(CPU, [Finding("options", "fail", "strict='x'", "unset it")])
+def test_what_config_refuses_counts_in_the_verdict() -> None:
+    findings = diagnose(replace(CPU, options_error="strict='x' is not valid"))
     assert [finding.name for finding in findings[-2:]] == ["options", "verdict"]
-    assert findings[-1].text == "not usable as asked: options: strict='x'"
+    assert findings[-1].text == "not usable as asked: options: strict='x' is not valid"
     assert not usable(findings)
+
+
+@pytest.mark.parametrize(
+    ("installed", "text"),
+    [
+        ("0.2.0", "0.2.0; passes in /a, kernels in /b"),
+        ("0.1.0", "0.2.0, where 0.1.0 is installed; passes in /a, kernels in /b"),
+        ("", "0.2.0, where none is installed; passes in /a, kernels in /b"),
+    ],
+)
+def test_the_versions_of_asynctp_and_torch_come_first(installed: str, text: str) -> None:
+    first, second, *_ = diagnose(replace(CPU, installed=installed, places=("/a", "/b")))
+    assert first == Finding("asynctp", "ok", text)
+    assert second == Finding("torch", "ok", "2.13.1+cpu")
 
 
 def test_render() -> None:
@@ -270,10 +295,63 @@ def test_the_page_shows_what_is_printed() -> None:
     facts = replace(facts, table_path="~/.cache/asynctp/tuning.json", environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     [example] = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     folder = "/opt/venv/asynctp_"
-    own = Finding(
-        "asynctp", "ok", f"{asynctp_passes.__version__}; passes in {folder}passes, kernels in {folder}kernels"
-    )
-    assert example == render([own, *diagnose(facts)]) + "\n"
+    own = asynctp_passes.__version__
+    facts = replace(facts, version=own, installed=own, places=(f"{folder}passes", f"{folder}kernels"))
+    assert example == render(diagnose(facts)) + "\n"
+
+
+# --- for an issue ------------------------------------------------------------------------------------------------
+def a_report(graph: str, **changes: Any) -> Report:
+    return Report(graph, "forward", (), torch_version="2.13.1", notes=("at /home/ada/net/model.py:12",), **changes)
+
+
+def test_what_an_issue_needs() -> None:
+    facts = replace(CPU, places=("/home/ada/asynctp_passes", "/opt/kernels"), **env(ASYNCTP_REPORT_FILE="~/r.jsonl"))
+    said = bug_report(facts, diagnose(facts), [a_report("one"), a_report("two")], ("ada", "box.lab", "box"))
+    assert said.startswith("### asynctp 0.2.0, torch 2.13.1+cpu\n")
+    for wanted in (CPU_ONLY, "ASYNCTP_REPORT_FILE=…/r.jsonl", "Report 1 of 2", "Report 2 of 2", "at …/model.py:12"):
+        assert wanted in said
+    assert not re.search(r"ada|/home|/opt|~", said)
+    nothing = bug_report(CPU, diagnose(CPU), [], ())
+    assert "no variable of asynctp's is set" in nothing
+    assert "none: set ASYNCTP_REPORT_FILE to a file" in nothing
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("in /home/ada/x/model.py:12, line", "in …/model.py:12, line"),
+        ("('/data/run 3/a.pt')", "('… …/a.pt')"),
+        ("~/.cache/asynctp/tuning.json: none", "…/tuning.json: none"),
+        ("../x/y and ./z", "… and …"),
+        ("nets/ada/model.py", "…/model.py"),
+        ("file:///srv/data", "file:…"),
+        ("of ada on box.lab, box; adage, 'box2'", "of … on …, …; adage, 'box2'"),
+        ("H100/H200, 3/4, all_gather/matmul", "H100/H200, 3/4, all_gather/matmul"),
+        ("/home/ada", "…"),
+    ],
+)
+def test_no_paths_and_no_names(text: str, shown: str) -> None:
+    assert without_places(text, ("ada", "box.lab", "box", "")) == shown
+
+
+def test_the_last_reports(tmp_path: Path) -> None:
+    """Of the file that the variable names; else of the newest file here that has any."""
+    assert last_reports({}, tmp_path) == []
+    file, other = tmp_path / "reports.jsonl", tmp_path / "losses.jsonl"
+    file.write_text("".join(a_report(str(number)).to_json() + "\n" for number in range(5)))
+    other.write_text('{"loss": 1}\n')
+    os.utime(file, (1, 1))
+    assert [report.graph for report in last_reports({}, tmp_path)] == ["2", "3", "4"]
+    named = tmp_path / "named"
+    named.write_text(a_report("x").to_json())
+    assert [report.graph for report in last_reports({"ASYNCTP_REPORT_FILE": str(named)}, tmp_path)] == ["x"]
+    assert last_reports({"ASYNCTP_REPORT_FILE": str(tmp_path / "none")}, tmp_path) == []
+    with file.open("w") as long:
+        for number in range(20_000):
+            long.write(a_report(str(number), plan_digest="0" * 100).to_json() + "\n")
+    assert [report.graph for report in last_reports({}, tmp_path)] == ["19997", "19998", "19999"]
+    assert file.stat().st_size > doctor.REPORT_BYTES
 
 
 # --- gathering -------------------------------------------------------------------------------------------------
@@ -364,7 +442,7 @@ def test_facts_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (facts.python, facts.torch) == (sys.version_info[:3], torch.__version__)
     assert (facts.torch_cuda, len(facts.gpus)) == (torch.version.cuda, torch.cuda.device_count())
     assert facts.kernels_error is None
-    assert facts.implementations == select.IMPLEMENTATIONS
+    assert facts.implementations == select.offered()
     assert facts.environment["ASYNCTP_TIMEOUT_S"] == "7"
     assert (facts.table_path, facts.table_gpus, facts.table_error) == ("no/such/file", None, "")
     if torch.version.cuda is None:
@@ -372,11 +450,11 @@ def test_facts_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_micro_pipeline_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not compat.micro_pipeline_enabled()
+    assert not torch_private.micro_pipeline_enabled()
     monkeypatch.setitem(sys.modules, "torch._inductor.config", SimpleNamespace(_micro_pipeline_tp=True))
-    assert compat.micro_pipeline_enabled()
+    assert torch_private.micro_pipeline_enabled()
     monkeypatch.delitem(sys.modules, "torch._inductor.config")
-    assert not compat.micro_pipeline_enabled()
+    assert not torch_private.micro_pipeline_enabled()
 
 
 # --- the command -----------------------------------------------------------------------------------------------
@@ -427,8 +505,28 @@ def test_command_says_no() -> None:
     assert "strict='maybe'" in next(finding["text"] for finding in findings if finding["name"] == "options")
 
 
-def test_command_without_the_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "asynctp_kernels", None)
-    monkeypatch.delitem(sys.modules, "asynctp_kernels.doctor")
-    assert main(["doctor"]) == 2
-    assert "doctor: cannot import asynctp_kernels.doctor" in capsys.readouterr().err
+def test_command_without_the_kernels() -> None:
+    done = run_doctor(blocked=("asynctp_kernels",))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the kernels cannot be imported: ModuleNotFoundError" in done.stdout
+
+
+def test_command_without_torch() -> None:
+    done = run_doctor("--json", blocked=("torch",))
+    assert (done.returncode, done.stderr) == (1, "")
+    first, second, *_ = json.loads(done.stdout)
+    assert (first["name"], first["text"].startswith(asynctp_passes.__version__)) == ("asynctp", True)
+    assert (second["name"], second["status"]) == ("torch", "fail")
+
+
+def test_command_for_an_issue(tmp_path: Path) -> None:
+    """With the reports of the file that the program wrote, and none of this machine's paths or names."""
+    file = tmp_path / "r.jsonl"
+    file.write_text(a_report("my_graph").to_json() + "\n")
+    done = run_doctor("--report", ASYNCTP_REPORT_FILE=str(file), ASYNCTP_STRICT="all")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"### asynctp {asynctp_passes.__version__}, torch {torch.__version__}\n")
+    assert "my_graph" in done.stdout
+    assert "ASYNCTP_STRICT=all" in done.stdout
+    for private in (str(tmp_path), str(ROOT), str(Path.home()), *filter(None, doctor.own_names())):
+        assert not re.search(rf"(?<!\w){re.escape(private)}(?!\w)", done.stdout), private

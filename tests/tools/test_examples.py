@@ -149,28 +149,6 @@ def test_a_picture_that_cannot_be_written(path: str, refusal: Callable[..., str]
     assert re.search(f"plot_losses: --out {path} cannot be written .*; give a file as losses", said)
 
 
-def test_tile_timeline_without_gpus(tmp_path: Path) -> None:
-    """Its parts are tested where they are: stamps in test_stamps.py, pictures in test_profile.py."""
-    message = "tile_timeline: it runs on 2 to 8 GPUs of one host, started by 'torchrun --standalone"
-    with pytest.raises(AssertionError, match=message):
-        run_example("tile_timeline.py", cwd=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gather", "0x8192x2560"], "--gather 0x8192x2560 is not valid; each size must be at least 1"),
-        (["--scatter", "8192x2048"], "--scatter 8192x2048 is not valid; it must be MxKxN, as 8192x8192x2560"),
-    ],
-)
-def test_sizes_of_tile_timeline(
-    arguments: list[str], message: str, refusal: Callable[..., str], tmp_path: Path
-) -> None:
-    assert message in refusal("tile_timeline.py", *arguments)
-    assert list(tmp_path.iterdir()) == []
-
-
 def write_logs(folder: Path) -> None:
     steps = [{"event": "step", "step": step, "loss": 5.0 - step} for step in (1, 2, 3)]
     about = {"event": "start", "options": {"size": "small"}, "device": "NVIDIA H200", "torch": "2.11.0"}

@@ -353,7 +353,7 @@ def test_peak_memory_counts_what_ranks_share(backend: str, shared: int, monkeypa
     peaks = [100, 7]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peaks[0])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.pop(0))
-    monkeypatch.setattr(recipe.compat, "intree_shared_bytes", {"tp": 30}.get)
+    monkeypatch.setattr(recipe.intree, "shared_bytes", {"tp": 30}.get)
     monkeypatch.setitem(sys.modules, "asynctp_kernels.cuda", mock.Mock(shared_bytes={group: 4}.get))
     gpu = torch.device("cuda", 0)
     assert [recipe.peak_memory(gpu, backend, group) for _ in range(2)] == [100 + shared, 7 + shared]
@@ -369,9 +369,9 @@ def test_what_ranks_share_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     workspaces = {"tp": torch.zeros(30, dtype=torch.uint8), "dp": torch.zeros(7, dtype=torch.uint8)}
     monkeypatch.setattr(_symmetric_memory, "_group_name_to_workspace_tensor", workspaces)
     monkeypatch.setitem(sys.modules, "asynctp_kernels.cuda", kernels)
-    assert recipe.compat.intree_shared_bytes("tp") == 30
+    assert recipe.intree.shared_bytes("tp") == 30
     recipe.release_shared(group)
-    assert [recipe.compat.intree_shared_bytes(name) for name in ("tp", "dp")] == [0, 7]
+    assert [recipe.intree.shared_bytes(name) for name in ("tp", "dp")] == [0, 7]
     kernels.release.assert_called_once_with(group)
     monkeypatch.delitem(sys.modules, "asynctp_kernels.cuda")
     recipe.release_shared(group)  # nothing is shared, or imported

@@ -78,7 +78,7 @@ def test_a_maximum_over_ranks_goes_by_the_wire_of_its_gather(accord: int) -> Non
     nodes = made(quantized_by_one_number(b), accord)
     assert [op_name(node) for node in nodes] == [
         "asynctp.all_gather.default",
-        "asynctp.all_gather_scaled_matmul.default",
+        "asynctp.all_gather_matmul.default",
     ]
     assert accords(nodes) == {accord}
     found = arguments(nodes[0])

@@ -404,7 +404,7 @@ def test_the_switch() -> None:
     b = GraphBuilder()
     graph = two(b, lambda x: all_reduce(b, x), lambda y: all_reduce(b, y))
     before = show(graph)
-    assert sets_of(run_pass(graph, bucket=False)) == []
+    assert sets_of(run_pass(graph, skip="bucket")) == []
     assert show(graph) == before
     assert len(run_pass(graph).buckets) == 1
 
@@ -546,7 +546,7 @@ def test_random_programs_give_the_same_bits(choices: Any, seed: int) -> None:
     graph = Random(choices.choice).program()
     note(show(graph))
     plain, buckets = copied(graph), copied(graph)
-    run_pass(plain, bucket=False)
+    run_pass(plain, skip="bucket")
     order = slow_ops(plain)
     report = run_pass(buckets)
     note(show(buckets))

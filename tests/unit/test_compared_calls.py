@@ -15,12 +15,14 @@ from passes import outcomes, run_pass
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from asynctp_passes import Config, Report, compat, joint_pass
+from asynctp_passes import Config, Report
 from asynctp_passes.ir.collectives import read_collectives
+from asynctp_passes.ir.marks import CANDIDATE
 from asynctp_passes.planning import legality
 from asynctp_passes.planning.legality import SMALL_BYTES, blind_calls
 from asynctp_passes.planning.plan import planned, questions_of
-from asynctp_passes.planning.rematerializable import CANDIDATE
+from asynctp_passes.remat.joint import run_joint
+from asynctp_passes.torch_private import partitioner, process_groups
 
 BF16, FP16, FP32, FP64, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn
 DTYPES = (BF16, FP16, FP32, FP64, FP8, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
@@ -108,7 +110,7 @@ def test_other_reductions_are_compared_on_cpus_alone(dtype: torch.dtype) -> None
 def test_groups_that_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not compared("all_gather", "", BF16, 96, 2, config=Config(groups="other"))
     assert compared("all_gather", "", BF16, 96, 1, config=Config(groups="other")), "nobody is there to call another"
-    monkeypatch.setattr(compat, "mesh_dimension_of", lambda group: "dp_shard")
+    monkeypatch.setattr(process_groups, "mesh_dimension_of", lambda group: "dp_shard")
     assert not compared("all_gather", "", BF16, 96, 2)
     assert compared("all_gather", "", BF16, 96, 2, config=Config(groups="tp"))
     assert compared("all_gather", "", BF16, 96, 2, "cpu")
@@ -131,10 +133,10 @@ def test_maxima_go_by_asynctps_transport() -> None:
     assert [len(bucket.collectives) for bucket in report.buckets] == [2]
     assert all_reduces(graph) == ["asynctp::all_reduce"]
     graph = two_maxima("cuda")
-    alone = run_pass(graph, bucket=False)
+    alone = run_pass(graph, skip="bucket")
     assert all_reduces(graph) == ["asynctp::all_reduce"] * 2
     assert {(remark.outcome, remark.op) for remark in alone.remarks} == {("ACCELERATED", "asynctp::all_reduce")}
-    on_cpu = run_pass(two_maxima("cpu"), bucket=False)
+    on_cpu = run_pass(two_maxima("cpu"), skip="bucket")
     assert [(one.code, one.message) for one in alone.remarks] == [(one.code, one.message) for one in on_cpu.remarks]
     assert {remark.outcome for remark in on_cpu.remarks} == {"SKIPPED"}
     for device, wanted in (("cuda", ["asynctp::all_reduce"] * 2), ("cpu", ["_c10d_functional::all_reduce_coalesced"])):
@@ -159,7 +161,7 @@ def test_a_maximum_that_follows_a_matmul_is_missed_as_before(reduce_op: str) -> 
 def test_no_bucket_of_what_torch_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_pass(two_maxima("cuda", FP8)).buckets == ()
     assert len(run_pass(two_maxima("cpu", FP8)).buckets) == 1
-    monkeypatch.setattr(compat, "mesh_dimension_of", lambda group: "fsdp")
+    monkeypatch.setattr(process_groups, "mesh_dimension_of", lambda group: "fsdp")
     graph = two_maxima("cuda")
     assert run_pass(graph).buckets == ()
     assert all_reduces(graph) == ["_c10d_functional::all_reduce"] * 2
@@ -227,7 +229,7 @@ def test_a_group_of_parameters_alone_goes_by_its_name(
     device: str, dimension: str, deviations: set[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graph does not decide whose its collectives are: another rank may multiply what this one does not."""
-    monkeypatch.setattr(compat, "mesh_dimension_of", lambda group: dimension)
+    monkeypatch.setattr(process_groups, "mesh_dimension_of", lambda group: dimension)
     b = GraphBuilder(ranks=2)
     maxima = [b.all_reduce(b.input(f"tangents_{name}", [4], device=device), "max") for name in "12"]
     b.all_reduce(b.input("primals_1", [4], device=device))
@@ -300,7 +302,7 @@ def test_no_gather_is_made_again_in_a_group_with_a_blind_call(dtype: torch.dtype
     dy = b.input("tangents_1", [8, 6], BF16, device="cuda")
     blind = b.all_reduce(b.input("tangents_2", [4, 8], dtype, device="cuda"))
     graph = b.returns(out, blind, b.mm(b.permute(whole, [1, 0]), dy))
-    joint_pass.run_joint(graph, Config(rematerialize="always"))
+    run_joint(graph, Config(rematerialize="always"))
     assert [node.meta[CANDIDATE] for node in graph.nodes if CANDIDATE in node.meta] == wanted
 
 
@@ -315,6 +317,6 @@ def test_a_sum_is_saved_where_calls_are_compared(device: str, dtype: torch.dtype
     result = b.relu(b.all_reduce(product))
     gradient = b.mul(*(b.input(f"{name}_1", [8, 8], dtype, device=device) for name in ("tangents", "primals")))
     graph = b.returns(result, b.all_reduce(gradient))
-    joint_pass.run_joint(graph, Config())
-    saves = [node.name for node in graph.nodes if compat.recompute_tag(node) is CheckpointPolicy.MUST_SAVE]
+    run_joint(graph, Config())
+    saves = [node.name for node in graph.nodes if partitioner.recompute_tag(node) is CheckpointPolicy.MUST_SAVE]
     assert saves == [wanted]

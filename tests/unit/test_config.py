@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from ranks import imagined_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import Graph, GraphModule
 
-import asynctp_passes
 from asynctp_passes import AsyncTPPass, Config, ConfigError, RematerializePass, run
 from asynctp_passes.backend import split_options
 from asynctp_passes.config import RUNTIME_VARIABLES, cpu_implementation
@@ -27,9 +25,8 @@ OTHERS: dict[str, Any] = {
     "expect": 1,
     "min_bytes": 1,
     "min_flops": 1,
-    "bucket": False,
+    "skip": "bucket",
     "deviate": False,
-    "store_scales": False,
     "rematerialize": "always",
 }
 
@@ -50,8 +47,10 @@ BAD = [
     ("min_bytes", "1 MiB", "an integer >= 0"),
     ("min_flops", -1, "an integer >= 0"),
     ("min_flops", None, "an integer >= 0"),
-    ("bucket", None, "True or False"),
-    ("store_scales", 2, "True or False"),
+    ("skip", "buckets", "names of steps, of ('hoist', 'overlap', 'bucket', 'store_scales'); did you mean 'bucket'?"),
+    ("skip", None, "names of steps"),
+    ("skip", ("hoist", 2), "names of steps"),
+    ("skip", "hoist,bucket", "names of steps"),
     ("rematerialize", "some", "one of ('auto', 'always', 'never')"),
     ("rematerialize", False, "one of ('auto', 'always', 'never')"),
     ("deviate", "never", "True or False"),
@@ -84,7 +83,8 @@ BAD_VARIABLES = [
     ("ASYNCTP_TRACE", "2", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
     ("ASYNCTP_REMATERIALIZE", "1", "one of ('auto', 'always', 'never')"),
     ("ASYNCTP_GROUPS", " , ", '"auto" or at least one group'),
-    ("ASYNCTP_AGREE", "never", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
+    ("ASYNCTP_SKIP", "overlaps", "did you mean 'overlap'?"),
+    ("ASYNCTP_DEVIATE", "never", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
     ("ASYNCTP_STRICTT", "all", "did you mean 'ASYNCTP_STRICT'?"),
 ]
 
@@ -98,8 +98,8 @@ GOOD_VARIABLES = [
     ("ASYNCTP_EXPECT", "8", "expect", 8),
     ("ASYNCTP_MIN_BYTES", "1000000", "min_bytes", 1_000_000),
     ("ASYNCTP_MIN_FLOPS", "0", "min_flops", 0),
-    ("ASYNCTP_BUCKET", "0", "bucket", False),
-    ("ASYNCTP_STORE_SCALES", "off", "store_scales", False),
+    ("ASYNCTP_SKIP", " hoist , bucket,", "skip", ("bucket", "hoist")),
+    ("ASYNCTP_SKIP", "", "skip", ()),
     ("ASYNCTP_REMATERIALIZE", "always", "rematerialize", "always"),
     ("ASYNCTP_DEVIATE", "0", "deviate", False),
     ("ASYNCTP_LOG", "OFF", "log", False),
@@ -154,77 +154,33 @@ def test_a_graph_module_is_refused_where_a_graph_is_wanted() -> None:
         run(GraphModule({}, Graph()))  # type: ignore[arg-type]
 
 
-# --- earlier names --------------------------------------------------------------------------------------------
-EARLIER = [("regather", "rematerialize", "never"), ("coalesce", "bucket", False)]
+# --- names that are no options ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["regather", "coalesce", "agree", "bucket", "store_scales"])
+def test_names_of_earlier_versions_are_unknown(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"option='{name}' is not valid; it must be one of"):
+        Config.from_options({name: False}, {})
+    with pytest.raises(ConfigError, match=f"option '{name}' is not valid; it must be one of"):
+        split_options({name: False})
+    with pytest.raises(ConfigError, match=f"ASYNCTP_{name.upper()}' is not valid; it must be one of"):
+        Config.from_options(environ={f"ASYNCTP_{name.upper()}": "0"})
 
 
-@pytest.mark.parametrize(("earlier", "now", "value"), EARLIER)
-def test_earlier_names_of_fields_are_taken_with_a_warning(earlier: str, now: str, value: Any) -> None:
-    with pytest.warns(FutureWarning, match=f"is named '{earlier}', which is now '{now}'") as told:
-        made = [
-            Config(**{earlier: value}),
-            Config.from_options({earlier: value}, {}),
-            split_options({earlier: value})[0],
-        ]
-    assert made == [Config(**{now: value})] * 3
-    assert len(told) == 3
-    assert told[0].filename == __file__
+# --- steps -----------------------------------------------------------------------------------------------------
+def test_steps_are_kept_as_sorted_names() -> None:
+    assert Config(skip="hoist").skip == ("hoist",)
+    assert (
+        Config(skip=["hoist", "bucket", "hoist"])
+        == Config(skip={"bucket", "hoist"})
+        == Config(skip=("bucket", "hoist"))
+    )
 
 
-@pytest.mark.parametrize(("earlier", "now", "value"), EARLIER)
-def test_earlier_names_of_variables_are_read_with_a_warning(earlier: str, now: str, value: Any) -> None:
-    variable, text = f"ASYNCTP_{earlier.upper()}", {"never": "never", False: "off"}[value]
-    with pytest.warns(FutureWarning, match=f"is named '{variable}', which is now 'ASYNCTP_{now.upper()}'"):
-        assert Config.from_options(environ={variable: text}) == Config(**{now: value})
-
-
-@pytest.mark.parametrize(("earlier", "now", "value"), EARLIER)
-def test_a_field_by_both_names_is_refused(earlier: str, now: str, value: Any) -> None:
-    limit = f"{earlier}={value!r} is not valid; it must be left out, since {now!r} is given"
-    for make in (lambda both: Config(**both), lambda both: Config.from_options(both, {})):
-        with pytest.raises(ConfigError, match=re.escape(limit)):
-            make({earlier: value, now: value})
-    variables = {f"ASYNCTP_{name.upper()}": "auto" for name in (earlier, now)}
-    with pytest.raises(ConfigError, match=f"ASYNCTP_{earlier.upper()}='auto' is not valid; it must be left out"):
-        Config.from_options(environ=variables)
-
-
-@pytest.mark.parametrize(("earlier", "now", "value"), EARLIER)
-def test_nothing_is_read_by_an_earlier_name(earlier: str, now: str, value: Any) -> None:
-    config = Config(**{now: value})
-    assert earlier not in Config.field_names()
-    with pytest.raises(AttributeError, match=earlier):
-        getattr(config, earlier)
-    assert dataclasses.replace(config, strict="all") == Config(**{now: value}, strict="all")
-
-
-@pytest.mark.parametrize("options", [{"agree": False}, {"agree": False, "deviate": True}], ids=str)
-def test_no_rank_deviates_without_asking_the_others(options: dict[str, bool]) -> None:
-    """`agree=False` of version 0.2.0 is read as `deviate=False`, and told once; it reaches the keys of caches so."""
-    with pytest.warns(FutureWarning, match="'agree=False', which is now 'deviate=False'") as told:
-        made = [Config(**options), Config.from_options(options, {}), split_options(options)[0]]
-    assert made == [Config(deviate=False)] * 3
-    assert {one.digest() for one in made} == {Config(deviate=False).digest()}
-    assert len(told) == 3
-    assert told[0].filename == __file__
-    variables = {f"ASYNCTP_{name.upper()}": "1" if value else "0" for name, value in options.items()}
-    for environ in (variables, dict(reversed(variables.items()))):
-        with pytest.warns(FutureWarning, match="a variable is 'agree=False'") as told:
-            assert Config.from_options(environ=environ) == Config(deviate=False)
-        assert len(told) == 1
-
-
-@pytest.mark.filterwarnings("error")
-def test_to_ask_the_others_is_no_option() -> None:
-    assert Config(agree=True) == Config.from_options({"agree": True}, {"ASYNCTP_AGREE": "1"}) == Config()  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="agree='all' is not valid; it must be True or False"):
-        Config.from_options({"agree": "all"}, {})
-
-
-@pytest.mark.parametrize(("earlier", "now"), [("RegatherPass", "RematerializePass"), ("Coalesced", "Bucketed")])
-def test_earlier_names_of_classes_are_importable_with_a_warning(earlier: str, now: str) -> None:
-    with pytest.warns(FutureWarning, match=f"asynctp_passes.{earlier} is now asynctp_passes.{now}"):
-        assert getattr(asynctp_passes, earlier) is getattr(asynctp_passes, now)
+def test_an_unknown_step_is_refused_with_the_nearest_name() -> None:
+    limit = r"skip='hoits' is not valid; it must be names of steps, of \('hoist', .*\); did you mean 'hoist'\?"
+    with pytest.raises(ConfigError, match=limit):
+        Config(skip=("bucket", "hoits"))
+    with pytest.raises(ConfigError, match=rf"{limit} \(set by ASYNCTP_SKIP='bucket,hoits'\)"):
+        Config.from_options(environ={"ASYNCTP_SKIP": "bucket,hoits"})
 
 
 # --- the environment -----------------------------------------------------------------------------------------
@@ -339,5 +295,5 @@ def test_every_field_is_a_sink_or_changes_the_digest() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     """It is part of the key of caches on disk."""
-    assert Config().digest() == "08dd0e59f1de8702"
+    assert Config().digest() == "9818db31964b7a4b"
     assert Config(groups=["b", "a"], strict="all").digest() == Config(groups=("a", "b"), strict="all").digest()

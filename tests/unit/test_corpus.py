@@ -17,7 +17,8 @@ from lockstep import differences, evaluate, op_name
 from passes import copied, run_pass
 from serving_ops import registered
 
-from asynctp_passes import Report, compat
+from asynctp_passes import Report
+from asynctp_passes.torch_private import inductor_order
 
 EXPECTED = """
 # graph                                   all-gather  reduce-scatter  all-reduce
@@ -181,7 +182,7 @@ def test_outcomes_and_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     What Inductor is told to keep in order is so in the graph already, and nothing is told to follow itself.
     """
     told: list[dict[torch.fx.Node, list[torch.fx.Node]]] = []
-    monkeypatch.setattr(compat, "keep_order", lambda graph, after: told.append(after))
+    monkeypatch.setattr(inductor_order, "keep_order", lambda graph, after: told.append(after))
     module = load(path)
     names = collectives(module.graph)
     assert [len(side) for side in names] == [len(side) for side in expected_for(path)]

@@ -21,11 +21,12 @@ from passes import run_pass
 from test_internal import Surprise, program
 from torch.fx import Graph
 
-from asynctp_passes import AsyncTPPass, Config, ConfigError, Report, backend, compat
-from asynctp_passes.config import write_whole
+from asynctp_passes import AsyncTPPass, Config, ConfigError, Report, backend
 from asynctp_passes.reporting import files, graph_page
-from asynctp_passes.reporting.report import Remark
+from asynctp_passes.reporting.files import write_whole
+from asynctp_passes.reporting.report import SCHEMA
 from asynctp_passes.tools import cli, profile
+from asynctp_passes.torch_private import dynamo
 
 
 @pytest.fixture
@@ -194,7 +195,7 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
 SINKS = [
     # what fails, and which sinks there are
     (backend, "_log", {}),
-    (compat, "trace_artifact", {"trace": True}),
+    (dynamo, "trace_artifact", {"trace": True}),
     (Report, "to_json", {"report_file": "reports"}),
     (graph_page, "write_page", {"graph_dir": "pages"}),
     (graph_page, "_listing", {"graph_dir": "pages"}),
@@ -313,16 +314,11 @@ MESSAGES = [
 def test_what_is_wrong_with_a_report_is_said(
     changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(tmp_path / "reports.jsonl", {"graph": "graph", "phase": "forward", **changes})
+    path = written(tmp_path / "reports.jsonl", {"schema": SCHEMA, "graph": "graph", "phase": "forward", **changes})
     assert cli.main(["report", str(path)]) == 2
     error = capsys.readouterr().err
     assert f"{path}:1 is not a report (" in error
     assert message in error
-
-
-def test_reports_of_an_earlier_version_are_read() -> None:
-    values = {"graph": "g", "phase": "forward", "remarks": [{"outcome": "MISSED", "kind": "k", "collective": "c"}]}
-    assert Report.from_json(json.dumps(values)) == Report("g", "forward", (Remark("MISSED", "k", "c"),))
 
 
 def gpu_event(name: str, start: float, length: float, **more: Any) -> dict[str, Any]:

@@ -72,11 +72,11 @@ x: f8[8, 32]
 x_scale: f32[8, 1]
 full = full([], 1.0, dtype=f32)  # f32[]
 w: f8[32, 16]s[1, 32]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=full, bs=[w], b_scales=[full],
-    biases=[None], gather_dim=0, gather_a_scale=False, out_dtype=bf16, use_fast_accum=False, return_a_full=False,
-    group_size=2, group_name='tp', along_shard=x_scale)  # (bf16[16, 16], f32[16, 1])
-getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
-getitem_1 = getitem(all_gather_scaled_matmul_default, 1)  # f32[16, 1]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=2, group_name='tp', a_scale=full, b_scales=[full], gather_a_scale=False,
+    out_dtype=bf16, use_fast_accum=False, along_shard=x_scale)  # (bf16[16, 16], f32[16, 1])
+getitem = getitem(all_gather_matmul_default, 0)  # bf16[16, 16]
+getitem_1 = getitem(all_gather_matmul_default, 1)  # f32[16, 1]
 column_scale: f32[1, 16]
 mul = mul(getitem_1, column_scale)  # f32[16, 16]
 mul_1 = mul(getitem, mul)  # f32[16, 16]
@@ -174,12 +174,12 @@ x: f8[2, 4, 32]
 x_scale: f32[2, 4, 1]
 full = full([], 1.0, dtype=f32)  # f32[]
 w: f8[32, 16]s[1, 32]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=full, bs=[w], b_scales=[full],
-    biases=[None], gather_dim=1, gather_a_scale=False, out_dtype=bf16, use_fast_accum=False, return_a_full=False,
-    group_size=2, group_name='tp', along_shard=x_scale)  # (bf16[2, 8, 16], f32[2, 8, 1])
-getitem_4 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[2, 8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp', a_scale=full, b_scales=[full], gather_a_scale=False,
+    out_dtype=bf16, use_fast_accum=False, along_shard=x_scale)  # (bf16[2, 8, 16], f32[2, 8, 1])
+getitem_4 = getitem(all_gather_matmul_default, 0)  # bf16[2, 8, 16]
 reshape_default = reshape(getitem_4, [16, 16])  # bf16[16, 16]
-getitem_5 = getitem(all_gather_scaled_matmul_default, 1)  # f32[2, 8, 1]
+getitem_5 = getitem(all_gather_matmul_default, 1)  # f32[2, 8, 1]
 reshape_default_1 = reshape(getitem_5, [16, 1])  # f32[16, 1]
 mul = mul(reshape_default, reshape_default_1)  # f32[16, 16]
 column_scale: f32[1, 16]

@@ -200,7 +200,6 @@ def test_names_of_a_compiled_module(drawn_graphs: dict[str, Any], tmp_path: Path
     assert held == {"layers.0.weight", "layers.0.bias", "last.weight", "offset"}
     assert {name.text for name in drawn_graphs["forward"].values() if not name.held} == {"x", "more[0]"}
     backward = list(drawn_graphs["backward"].values())
-    assert InputName("gradient of result 0") in backward
     assert any(name.held and "last.weight" in name.text for name in backward)
 
 

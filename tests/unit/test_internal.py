@@ -27,21 +27,21 @@ from asynctp_passes import (
     GroupError,
     Report,
     StrictError,
-    compat,
-    joint_pass,
     pipeline,
     run,
 )
-from asynctp_passes.compat import GraphRecord
 from asynctp_passes.ir.records import Answer, Question
 from asynctp_passes.planning import plan
 from asynctp_passes.ranks import accord, undo
+from asynctp_passes.remat import joint
 from asynctp_passes.reporting import build, internal
 from asynctp_passes.rewriting import ordering, rewrite
+from asynctp_passes.torch_private import dynamo
+from asynctp_passes.torch_private.fx_graphs import GraphRecord
 
 pytestmark = pytest.mark.usefixtures("internal_errors")
 
-STEPS = (pipeline, joint_pass, undo, plan, ordering, rewrite)
+STEPS = (pipeline, joint, undo, plan, ordering, rewrite)
 """Modules that call the steps of the pass."""
 STAGES = [
     # what fails, of the pipeline
@@ -147,13 +147,13 @@ def test_a_joint_graph_is_left_without_its_marks(caplog: pytest.LogCaptureFixtur
     graph = program(joint=True)
     before = snapshot(graph)
     with failing("rematerialization_candidates"):
-        report = joint_pass.run_joint(graph, quiet(rematerialize="always"))
+        report = joint.run_joint(graph, quiet(rematerialize="always"))
     assert report is not None
     assert (report.phase, report.remarks, len(report.internal_errors)) == ("joint", (), 1)
     assert snapshot(graph) == before
     assert "work on graph (joint)" in caplog.text
     with failing("rematerialization_candidates"), pytest.raises(StrictError):
-        joint_pass.run_joint(graph, quiet(strict="all"))
+        joint.run_joint(graph, quiet(strict="all"))
 
 
 def test_a_graph_with_a_cycle_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -266,7 +266,7 @@ def test_one_kind_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_trace_gets_the_graph() -> None:
     sent: dict[str, Callable[[], str]] = {}
-    with failing("rewrite"), mock.patch.object(compat, "trace_text", lambda name, text: sent.update({name: text()})):
+    with failing("rewrite"), mock.patch.object(dynamo, "trace_text", lambda name, text: sent.update({name: text()})):
         run(program(), quiet())
     text = sent["asynctp_internal_error"]
     assert "Surprise" in str(text)

@@ -1,4 +1,4 @@
-"""Rooms import lower rows only, and private torch lives in one module.
+"""Rooms import lower rows only, and private torch lives in one room.
 
 A room is a package, or a module beside the packages. It may import rooms of its own row or of a lower one, at the top
 of a module or inside a function. No import goes in a circle, neither between rooms nor within one.
@@ -20,16 +20,16 @@ KERNELS = ROOT / "kernels" / "asynctp_kernels"
 
 
 ROWS = (
-    ("config", "compat", "reasons", "errors", "waiting"),
+    ("config", "torch_private", "reasons", "errors", "waiting"),
     ("ops", "ir"),
     ("layout",),
     ("matching",),
     ("planning",),
     ("rewriting", "reporting"),
     ("ranks",),
-    ("pipeline", "joint_pass", "partition_pass"),
+    ("pipeline", "remat"),
     ("backend",),
-    ("process", "reference"),
+    ("process", "reference", "doctor"),
     ("__init__",),
     ("torchtitan", "vllm", "megatron"),
     ("tools",),
@@ -39,20 +39,20 @@ ROW_OF = {module: row for row, modules in enumerate(ROWS) for module in modules}
 
 
 KERNEL_ROWS = (
-    ("compat", "errors", "layout"),
+    ("torch_private", "errors", "shard_layout"),
     ("meeting", "signals"),
     ("host",),
     ("numerics", "interpreter"),
     ("cuda",),
-    ("doctor",),
     ("__init__",),
 )
 CUDA_ROWS = (
     ("choose",),
     ("runtime",),
     ("gemm",),
+    ("facts",),
+    ("checks",),
     ("plans",),
-    ("legality",),
     ("implementations",),
     ("explanation", "groups", "plan_cache"),
     ("moves",),
@@ -69,7 +69,6 @@ PRIVATE_TORCH = {
     # An op namespace, which torch.ops spells with an underscore.
     "ops/plain_collectives": {"torch.ops._c10d_functional"},
     "rewriting/emit_alone": {"torch.ops._c10d_functional"},
-    "rewriting/emit_bucket": {"torch.ops._c10d_functional"},
     "rewriting/emit_on_shard": {"torch.ops._c10d_functional"},
     "rewriting/ordering": {"torch.ops._c10d_functional"},
     "tools/bench": {"torch.ops._c10d_functional"},
@@ -85,7 +84,7 @@ PRIVATE_TORCH = {
     # The demo is a program of its own: it turns caches off and has the backward graph compiled early.
     "tools/demo/train": {"torch._functorch", "torch._inductor", "torch._dynamo"},
 }
-"""Private names of torch outside compat, by module; each is there for the reason above it."""
+"""Private names of torch outside `torch_private`, by module; each is there for the reason above it."""
 
 
 PROGRAMS = {"tools/bench", "tools/e2e"}
@@ -160,13 +159,21 @@ def test_no_import_goes_in_a_circle(package: Path, rows: dict[str, int]) -> None
     TopologicalSorter(graph_of(package, rows)).prepare()
 
 
-@pytest.mark.parametrize("room", [name for names in ROWS for name in names if (PASSES / name).is_dir()])
-def test_no_import_goes_in_a_circle_within_a_room(room: str) -> None:
-    known = {top(module): 0 for module in modules(PASSES / room)}
+@pytest.mark.parametrize(
+    "room",
+    [PASSES / name for names in ROWS for name in names if (PASSES / name).is_dir()]
+    + [KERNELS / "cuda" / name for names in CUDA_ROWS for name in names if (KERNELS / "cuda" / name).is_dir()],
+    ids=lambda room: room.name,
+)
+def test_no_import_goes_in_a_circle_within_a_room(room: Path) -> None:
+    """Nor does a room of the kernels', which hold all that runs on a GPU, import itself in a circle."""
+    known = {top(module): 0 for module in modules(room)}
+    package = PASSES if room.parent == PASSES else KERNELS
+    prefix = ".".join(room.relative_to(package.parent).parts) + "."
     inner: dict[str, set[str]] = {}
-    for module, tree in modules(PASSES / room).items():
-        names = [name.split(".")[2:] for name in imported(tree, "") if name.startswith(f"asynctp_passes.{room}.")]
-        inner.setdefault(top(module), set()).update({name[0] for name in names if name and name[0] in known})
+    for module, tree in modules(room).items():
+        names = {name.removeprefix(prefix).split(".")[0] for name in imported(tree, "") if name.startswith(prefix)}
+        inner.setdefault(top(module), set()).update(names & set(known))
     TopologicalSorter({module: others - {module} for module, others in inner.items()}).prepare()
 
 
@@ -209,8 +216,29 @@ def test_contributors_see_a_room_above_those_that_it_imports(rows: tuple[tuple[s
     assert told == sorted(told, reverse=True)
 
 
+def test_check_and_rewrite_name_each_other() -> None:
+    """The table of `chains`: each function in it is there, one that proves and one that rewrites in each row."""
+    sources = modules(PASSES)
+    functions = {
+        f"{path}.{node.name}"
+        for path, tree in sources.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    told = ast.get_docstring(sources["matching/chains"], clean=False) or ""
+    table = re.findall(r"^    .*?  (\w+\.\w+) +(\w+\.\w+)$", told, re.MULTILINE)
+    assert len(table) > 10
+    for proves, rewrites in table:
+        assert {f"matching/{proves}", f"planning/{proves}"} & functions, proves
+        assert f"rewriting/{rewrites}" in functions
+
+
 def test_only_rewriting_edits_graphs() -> None:
-    """The calls that change a graph occur nowhere else, so that finding and deciding cannot; compat puts it back."""
+    """The calls that change a graph occur nowhere else, so that finding and deciding cannot.
+
+    `torch_private` puts a graph back, and adds a tensor that Inductor can wait for. `remat` edits the halves of a
+    graph, which no plan is about.
+    """
     edits = {"erase_node", "replace_all_uses_with", "inserting_before", "inserting_after", "replace_input_with"}
     editors = {
         module
@@ -218,8 +246,9 @@ def test_only_rewriting_edits_graphs() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in edits
     }
-    own = {"builder", "cleanup", "emit_bucket", "emit_run_check", "places", "rematerialize", "rewrite", "ungroup"}
-    assert editors == {"compat"} | {f"rewriting/{module}" for module in own}
+    own = {"builder", "cleanup", "emit_alone", "emit_run_check", "places", "store_scales", "ungroup"}
+    private = {"torch_private/fx_graphs", "torch_private/inductor_order"}
+    assert editors == private | {"remat/edit"} | {f"rewriting/{module}" for module in own}
 
 
 def test_only_config_reads_our_environment_variables() -> None:
@@ -284,15 +313,16 @@ def first_private(name: str) -> str:
     return "" if place is None else ".".join(parts[: place + 1])
 
 
-def test_private_torch_is_in_compat_only() -> None:
+def test_private_torch_is_in_one_room_only() -> None:
     found = {module: private_names(tree) for module, tree in modules(PASSES).items()}
-    assert found.pop("compat")
-    assert {module: names for module, names in found.items() if names} == PRIVATE_TORCH
+    assert any(found[module] for module in found if top(module) == "torch_private")
+    outside = {module: names for module, names in found.items() if names and top(module) != "torch_private"}
+    assert outside == PRIVATE_TORCH
 
 
 def test_the_kernels_need_next_to_no_private_torch() -> None:
     found = {module: private_names(tree) for module, tree in modules(KERNELS).items()}
-    assert found.pop("compat")
+    assert found.pop("torch_private")
     assert {module: names for module, names in found.items() if names} == KERNELS_PRIVATE_TORCH
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from graph_builder import GraphBuilder
+from passes import run_pass
 from scale_programs import cast, quantize, scale_of
 from torch import fx
 from torch._inductor.inductor_prims import force_stride_order
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from asynctp_passes.planning.materialize_scales import scales_to_store
-from asynctp_passes.rewriting.rewrite import store
+from asynctp_passes.rewriting import rewrite
+from asynctp_passes.rewriting.store_scales import scales_to_store, store
 
 
 def traced(program: Callable[..., object], *shapes: tuple[int, ...], symbolic: bool = False) -> fx.GraphModule:
@@ -93,3 +97,14 @@ def test_what_is_stored(program: Callable[..., object], shapes: list[tuple[int, 
 
 def test_unknown_sizes_are_left_alone() -> None:
     assert stored(traced(lambda x: quantize(x, 1), (2048, 4096), symbolic=True)) == []
+
+
+def test_the_step_can_be_left_out() -> None:
+    def asked(**options: Any) -> int:
+        b = GraphBuilder()
+        graph = b.returns(b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12])))
+        with mock.patch.object(rewrite, "scales_to_store", return_value=[]) as asked:
+            assert len(run_pass(graph, **options).fused) == 1
+        return asked.call_count
+
+    assert (asked(), asked(skip="store_scales"), asked(skip=["hoist", "overlap", "bucket"])) == (1, 0, 1)

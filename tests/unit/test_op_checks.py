@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,9 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asynctp_passes import compat, ops
+from asynctp_passes import ops
 from asynctp_passes.ops import collectives, reference
-from asynctp_passes.ops.registration import short_cut
+from asynctp_passes.ops.register import short_cut
+from asynctp_passes.torch_private import torch_ops
 
 
 # --- one process, a fake group of four ranks ------------------------------------------------------------------------
@@ -307,9 +310,41 @@ def test_a_group_of_another_rank_is_explained(fake_group: str) -> None:
 
 def test_scaled_gradient_raises(fake_group: str) -> None:
     bias = torch.zeros(12, requires_grad=True)
-    outs, _ = ops.all_gather_scaled_matmul(XQ, ONE, [WQ], [ONE], gather_dim=1, group=fake_group, biases=[bias])
-    with pytest.raises(NotImplementedError, match="no gradient, since quantization has none"):
-        outs[0].sum().backward()
+    (gathered,), _ = ops.all_gather_scaled_matmul(XQ, ONE, [WQ], [ONE], gather_dim=1, group=fake_group, biases=[bias])
+    scattered = ops.scaled_matmul_reduce_scatter(XQ, WQ, ONE, ONE, scatter_dim=1, group=fake_group, biases=[bias])
+    reduced = ops.scaled_matmul_all_reduce(XQ, WQ, ONE, ONE, group=fake_group, biases=[bias])
+    for out in (gathered, scattered, reduced):
+        with pytest.raises(NotImplementedError, match="no gradient, since quantization has none"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"a_scale": ONE}, "given=['a_scale'] is not valid; it must be all of a_scale, b_scales, out_dtype, or none"),
+        ({"b_scales": [ONE], "out_dtype": BF16}, "given=['b_scales', 'out_dtype'] is not valid"),
+        ({"out_dtype": BF16}, "given=['out_dtype'] is not valid"),
+        ({"gather_a_scale": True}, "gather_a_scale=True is not valid; it must be False without scales"),
+        ({"use_fast_accum": True}, "use_fast_accum=True is not valid; it must be False without scales"),
+        ({"along_shard": torch.ones(3, 8, 1)}, "it must be absent without scales"),
+    ],
+)
+def test_scales_are_all_there_or_none(fake_group: str, device: str, given: dict[str, Any], message: str) -> None:
+    x, w = X.to(device), W.to(device)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        torch.ops.asynctp.all_gather_matmul(x, [w], [None], 1, False, 4, fake_group, **given)
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "matmul_all_reduce"])
+def test_scales_of_a_sum_are_all_there_or_none(fake_group: str, op: str) -> None:
+    where = (1, 4) if op.endswith("scatter") else ()
+    call = functools.partial(getattr(torch.ops.asynctp, op), [XQ], [WQ], [None], "sum", *where, fake_group)
+    scales = {"a_scales": [ONE], "b_scales": [ONE], "out_dtype": BF16}
+    assert call(**scales).dtype == BF16
+    for left_out in scales:
+        with pytest.raises(ValueError, match="must be all of a_scales, b_scales, out_dtype, or none of them"):
+            call(**{name: value for name, value in scales.items() if name != left_out})
 
 
 def test_gradient_of_a_bias_beside_none_raises(fake_group: str) -> None:
@@ -348,7 +383,7 @@ def taken() -> Iterator[list[str]]:
 
     library: Any = torch.library.Library("asynctp_test", "FRAGMENT")
     library.define("total(Tensor a, Tensor[] bs, *, bool twice=False) -> Tensor")
-    generic = compat.autograd_kernel(
+    generic = torch_ops.autograd_kernel(
         torch.ops.asynctp_test.total.default, lambda ctx, grad: (grad, [grad] * ctx.count), _remember_count
     )
     library.impl("total", real, "CPU")

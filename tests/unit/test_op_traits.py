@@ -28,8 +28,15 @@ prims = torch.ops.prims
 
 NAMERS = {"ir/op_traits", "ir/registry"}
 """Modules that list ops by name."""
-_REWRITING = ("builder", "emit_bucket", "emit_gather", "emit_on_shard", "emit_reduction", "operands")
-WRITERS = {"compat", "ops/reference", "ops/__init__", "ops/collectives", *(f"rewriting/{name}" for name in _REWRITING)}
+_REWRITING = ("builder", "emit_alone", "emit_gather", "emit_on_shard", "emit_reduction", "operands")
+WRITERS = {
+    "torch_private/inductor_order",
+    "torch_private/torch_ops",
+    "ops/reference",
+    "ops/__init__",
+    "ops/collectives",
+    *(f"rewriting/{name}" for name in _REWRITING),
+}
 """Modules that write calls of ops, be it into a graph."""
 _OP = re.compile(r"(aten|prims)\.\w+(\.\w+)?")
 
@@ -486,3 +493,18 @@ def values(graph: Graph, rank: int) -> list[torch.Tensor]:
     made = torch.Generator().manual_seed(rank)
     inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
     return [torch.randint(-2, 3, one.shape, generator=made).to(one.dtype) for one in inputs]
+
+
+@pytest.mark.parametrize(
+    ("trait", "has", "lacks"),
+    [
+        ("rearranges", "aten.t.default", "aten.expand.default"),
+        ("keeps_values", "prims.convert_element_type.default", "aten.view.dtype"),
+        ("is_whole_or_piece", "aten.split.Tensor", "aten.slice.Tensor"),
+        ("takes_range", "aten.narrow.default", "aten.select.int"),
+        ("drops_rows", "aten.index_select.default", "aten.cat.default"),
+        ("takes_part", "aten.slice.Tensor", "aten.view.dtype"),
+    ],
+)
+def test_traits_of_kinds_of_views(trait: str, has: str, lacks: str) -> None:
+    assert (getattr(TRAITS[has], trait), getattr(TRAITS[lacks], trait)) == (True, False)

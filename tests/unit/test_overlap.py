@@ -17,11 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import Graph, Node
 
 import asynctp_passes
-from asynctp_passes import Report, compat
+from asynctp_passes import Report
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.matching.chains import Candidate
 from asynctp_passes.planning import overlap, plan
 from asynctp_passes.planning.legality import is_named_for_data
+from asynctp_passes.torch_private import process_groups
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
 
@@ -124,7 +125,7 @@ def test_the_remark_names_the_products() -> None:
 
 def test_a_group_of_data_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs beside products goes by asynctp's transport."""
-    monkeypatch.setattr(compat, "mesh_dimension_of", lambda group: "fsdp")
+    monkeypatch.setattr(process_groups, "mesh_dimension_of", lambda group: "fsdp")
     graph = built(lambda b: (gradient(b), product(b)))
     assert [remark.code for remark in run_pass(graph, groups="tp").others] == ["ATP404"]
     graph = built(lambda b: (gradient(b), product(b)))
@@ -688,7 +689,7 @@ def test_a_mesh_dimension_named_for_data_parallelism(grid: DeviceMesh) -> None:
 def test_the_cache_key_has_the_mesh_dimensions(grid: DeviceMesh) -> None:
     """Other programs give the same names to groups of other dimensions."""
     before = asynctp_passes.AsyncTPPass().uuid()
-    assert sorted(compat.mesh_dimensions().values()) == ["", "dp_shard", "tp"]
+    assert sorted(process_groups.mesh_dimensions().values()) == ["", "dp_shard", "tp"]
     init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     assert asynctp_passes.AsyncTPPass().uuid() != before
 

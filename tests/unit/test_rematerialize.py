@@ -16,12 +16,15 @@ from passes import run_pass
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from asynctp_passes import Config, StrictError, compat, joint_pass, partition_pass
+from asynctp_passes import Config, StrictError
 from asynctp_passes.config import Rematerialize
-from asynctp_passes.ir.marks import joint_questions
+from asynctp_passes.ir.marks import REMATERIALIZED, joint_questions
 from asynctp_passes.ir.records import Answer, Question
-from asynctp_passes.planning.rematerialize import LEAST_BYTES, REMATERIALIZED
 from asynctp_passes.ranks import undo
+from asynctp_passes.remat import partition
+from asynctp_passes.remat.joint import run_joint
+from asynctp_passes.remat.worth import LEAST_BYTES
+from asynctp_passes.torch_private import partitioner
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
 
@@ -195,7 +198,7 @@ def only_the_backward_multiplies(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 def view_of_what_is_written(b: GraphBuilder) -> tuple[Node, ...]:
-    """Joined with a buffer that holds something else afterwards: plain's backward reads it then, too."""
+    """Joined with a buffer that holds something else afterwards: the backward reads it then anyway."""
     layer, buffer = Layer(b), b.input("primals_buffer", [8, 8], torch.bfloat16)
     joined = b.cat([layer.full, buffer])
     b.call(aten.copy_.default, buffer, b.mul(buffer, buffer))
@@ -203,7 +206,7 @@ def view_of_what_is_written(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 def joined_with_another(b: GraphBuilder) -> tuple[Node, ...]:
-    """The other tensor is kept as it is: plain's backward joins them too."""
+    """The other tensor is kept as it is: the backward joins them anyway."""
     layer, other = Layer(b), b.input("primals_other", [8, 8], torch.bfloat16)
     joined = b.cat([layer.full, other])
     return layer.y, layer.dx, b.mm(b.permute(joined, [1, 0]), b.cat([layer.dy, layer.dy]))
@@ -285,7 +288,7 @@ def nothing_to_gather_for(b: GraphBuilder) -> tuple[Node, ...]:
 def joint(build: Build, rematerialize: Rematerialize = "always") -> Graph:
     b = GraphBuilder(ranks=2)
     graph = b.returns(*build(b))
-    joint_pass.run_joint(graph, Config(rematerialize=rematerialize))
+    run_joint(graph, Config(rematerialize=rematerialize))
     return graph
 
 
@@ -368,7 +371,7 @@ def test_what_is_not_fused_is_kept() -> None:
     """Below the configured size the gather stays as it is, and what it gathered with it."""
     b = GraphBuilder(ranks=2)
     graph = b.returns(*needed(b))
-    joint_pass.run_joint(graph, Config(rematerialize="always", min_bytes=10**9))
+    run_joint(graph, Config(rematerialize="always", min_bytes=10**9))
     assert marked(graph) == []
 
 
@@ -385,9 +388,9 @@ def test_activation_checkpointing_comes_first(place: str, policy: CheckpointPoli
     layer = Layer(b)
     graph = b.returns(layer.y, layer.dx, layer.dw())
     getattr(layer, place).meta["recompute"] = policy
-    before = [compat.recompute_tag(node) for node in graph.nodes]
-    joint_pass.run_joint(graph, Config(rematerialize="always"))
-    assert [compat.recompute_tag(node) for node in graph.nodes] == before
+    before = [partitioner.recompute_tag(node) for node in graph.nodes]
+    run_joint(graph, Config(rematerialize="always"))
+    assert [partitioner.recompute_tag(node) for node in graph.nodes] == before
     assert marked(graph) == []
 
 
@@ -489,14 +492,14 @@ def test_an_error_leaves_what_the_partitioner_made(where: str, internal_errors: 
     b = GraphBuilder(ranks=2)
     graph = b.returns(*needed(b))
     config = Config(rematerialize="always", strict="off", log=False)
-    joint_pass.run_joint(graph, config)
+    run_joint(graph, config)
     gm = GraphModule(torch.nn.Module(), graph)
 
     def divide() -> tuple[GraphModule, GraphModule]:
-        return compat.default_partition(gm, [], compiler="inductor", num_fwd_outputs=1)
+        return partitioner.default_partition(gm, [], compiler="inductor", num_fwd_outputs=1)
 
-    with mock.patch.object(partition_pass, where, side_effect=RuntimeError("no such thing")):
-        forward, backward, report = partition_pass.run_partition(gm, divide, 1, config)
+    with mock.patch.object(partition, where, side_effect=RuntimeError("no such thing")):
+        forward, backward, report = partition.run_partition(gm, divide, 1, config)
     assert report is not None
     assert len(report.internal_errors) == 1
     assert [node.name for node in outputs_of(forward.graph)] == [node.name for node in outputs_of(plain.forward)]
@@ -505,7 +508,7 @@ def test_an_error_leaves_what_the_partitioner_made(where: str, internal_errors: 
 
 def test_an_error_raises_if_strict(internal_errors: None) -> None:
     with (
-        mock.patch.object(partition_pass, "find_rematerializations", side_effect=RuntimeError("no such thing")),
+        mock.patch.object(partition, "find_rematerializations", side_effect=RuntimeError("no such thing")),
         pytest.raises(StrictError),
     ):
         halves(needed, strict="all")
@@ -516,7 +519,7 @@ def test_a_partitioner_that_names_things_in_its_own_way(caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO)
 
     def other(gm: GraphModule, inputs: list[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
-        forward, backward = compat.default_partition(gm, inputs, **options)
+        forward, backward = partitioner.default_partition(gm, inputs, **options)
         next(iter(backward.graph.nodes)).name = "unpacked"
         return forward, backward
 
@@ -604,7 +607,7 @@ def test_auto_leaves_symbolic_sizes() -> None:
         y = b.mm(full, b.input("primals_2", [4096, 6]))
         dy = b.mul(y, b.input("tangents_1", [6]))
         graph = b.returns(y, b.mm(b.permute(full, [1, 0]), dy), b.mm(b.permute(x, [1, 0]), b.scatter(dy)))
-        joint_pass.run_joint(graph, Config(rematerialize=rematerialize))
+        run_joint(graph, Config(rematerialize=rematerialize))
         found[rematerialize] = len(marked(graph))
     assert found == {"auto": 0, "always": 1}
 

@@ -16,11 +16,12 @@ from passes import outcomes, run_pass
 from rewritten import FP8, fp8_operands, rewritten
 from torch.fx import Graph, Node
 
-from asynctp_passes import Config, compat, run
+from asynctp_passes import Config, run
 from asynctp_passes.ir.order import communications
 from asynctp_passes.planning import decide, legality
 from asynctp_passes.planning.deviations import LOCAL
 from asynctp_passes.planning.plan import planned, questions_of
+from asynctp_passes.torch_private import process_groups
 
 cast = torch.ops.prims.convert_element_type.default
 
@@ -556,10 +557,10 @@ a_scale: f32[]
 b_scale: f32[]
 view = view(x, u8)  # u8[4, 32]
 view_dtype = view(view, f8)  # f8[4, 32]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=view_dtype, a_scale=a_scale, bs=[w],
-    b_scales=[b_scale], biases=[None], gather_dim=0, gather_a_scale=False, out_dtype=bf16, use_fast_accum=False,
-    return_a_full=False, group_size=4, group_name='tp')  # (bf16[16, 16])
-getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=view_dtype, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp', a_scale=a_scale, b_scales=[b_scale], gather_a_scale=False,
+    out_dtype=bf16, use_fast_accum=False)  # (bf16[16, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # bf16[16, 16]
 return (getitem)
 """,
     )
@@ -591,10 +592,10 @@ x: f8[4, 32]
 w: f8[32, 16]s[1, 32]
 a_scale: f32[4, 1]
 b_scale: f32[1, 16]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
-    b_scales=[b_scale], biases=[None], gather_dim=0, gather_a_scale=True, out_dtype=bf16, use_fast_accum=False,
-    return_a_full=False, group_size=4, group_name='tp')  # (bf16[16, 16])
-getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp', a_scale=a_scale, b_scales=[b_scale], gather_a_scale=True,
+    out_dtype=bf16, use_fast_accum=False)  # (bf16[16, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # bf16[16, 16]
 return (getitem)
 """,
     )
@@ -637,10 +638,10 @@ x: f8[3, 4, 32]
 a_scale: f32[3, 4, 1]
 w: f8[32, 16]s[1, 32]
 b_scale: f32[1, 16]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
-    b_scales=[b_scale], biases=[None], gather_dim=1, gather_a_scale=True, out_dtype=bf16, use_fast_accum=False,
-    return_a_full=False, group_size=2, group_name='tp')  # (bf16[3, 8, 16])
-getitem_4 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[3, 8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp', a_scale=a_scale, b_scales=[b_scale], gather_a_scale=True,
+    out_dtype=bf16, use_fast_accum=False)  # (bf16[3, 8, 16])
+getitem_4 = getitem(all_gather_matmul_default, 0)  # bf16[3, 8, 16]
 reshape_default = reshape(getitem_4, [24, 16])  # bf16[24, 16]
 return (reshape_default)
 """,
@@ -669,10 +670,10 @@ x: f8[4, 32]
 w: f8[32, 16]s[1, 32]
 a_scale: f32[16, 1]
 b_scale: f32[1, 16]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
-    b_scales=[b_scale], biases=[None], gather_dim=0, gather_a_scale=False, out_dtype=bf16, use_fast_accum=False,
-    return_a_full=False, group_size=4, group_name='tp')  # (bf16[16, 16])
-getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp', a_scale=a_scale, b_scales=[b_scale], gather_a_scale=False,
+    out_dtype=bf16, use_fast_accum=False)  # (bf16[16, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # bf16[16, 16]
 return (getitem)
 """,
     )
@@ -778,7 +779,7 @@ def test_a_gather_that_stays_moves_with_its_op_or_neither_does(draws: int, code:
     """Ranks that draw several random numbers keep these in place, with the gather before them."""
     graph = late_beside_draws(draws)
     assert outcomes(run_pass(graph))[1] == code
-    late = ["all_reduce", "all_reduce", "all_gather_scaled_matmul", "all_gather"]
+    late = ["all_reduce", "all_reduce", "all_gather_matmul", "all_gather"]
     assert order_of(graph) == (late if code == "F" else ["all_reduce", "all_gather_into_tensor", "all_reduce"])
 
 
@@ -803,7 +804,7 @@ def test_an_all_to_all_is_left_alone(
     split: Callable[..., object], rank: int, device: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told by the number of the piece, and on CPU only: on GPUs DTensor calls one collective."""
-    monkeypatch.setattr(compat, "rank_in_group", lambda group: rank)
+    monkeypatch.setattr(process_groups, "rank_in_group", lambda group: rank)
     b = GraphBuilder(ranks=2)
     sizes = {aten.split.Tensor: 4, aten.chunk.default: 2, aten.split_with_sizes.default: [4, 4]}
     pieces = b.call(split, b.gather(b.input("x", [4, 8], device=device)), sizes[split], 1)

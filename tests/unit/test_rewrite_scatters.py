@@ -323,8 +323,7 @@ a: bf16[16, 8]
 w: bf16[8, 12]
 reshape_default = reshape(a, [2, 8, 8])  # bf16[2, 8, 8]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default], b_parts=[w], biases=[None],
-    reduce_op='sum', scatter_dim=1, group_size=4, group_name='tp', sum_dtype=None, added=relu, factors=[-1.0])  #
-    bf16[2, 2, 12]
+    reduce_op='sum', scatter_dim=1, group_size=4, group_name='tp', factors=[-1.0], added=relu)  # bf16[2, 2, 12]
 return (matmul_reduce_scatter_default)
 """,
     )
@@ -445,10 +444,10 @@ a_scale: f32[12, 1]
 b_scale: f32[1, 16]
 reshape_default = reshape(a, [3, 4, 32])  # f8[3, 4, 32]
 reshape_default_1 = reshape(a_scale, [3, 4, 1])  # f32[3, 4, 1]
-scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[reshape_default], b_parts=[w],
-    a_scales=[reshape_default_1], b_scales=[b_scale], biases=[None], reduce_op='sum', scatter_dim=1, out_dtype=bf16,
-    use_fast_accum=False, group_size=2, group_name='tp')  # bf16[3, 2, 16]
-return (scaled_matmul_reduce_scatter_default)
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp', a_scales=[reshape_default_1], b_scales=[b_scale],
+    out_dtype=bf16, use_fast_accum=False)  # bf16[3, 2, 16]
+return (matmul_reduce_scatter_default)
 """,
     )
 
@@ -537,11 +536,11 @@ reshape_default = reshape(q_a, [3, 4, 32])  # f8[3, 4, 32]
 reshape_default_1 = reshape(k_a, [3, 4, 32])  # f8[3, 4, 32]
 reshape_default_2 = reshape(q_row, [3, 4, 1])  # f32[3, 4, 1]
 reshape_default_3 = reshape(k_row, [3, 4, 1])  # f32[3, 4, 1]
-scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[reshape_default,
-    reshape_default_1], b_parts=[q_w, k_w], a_scales=[reshape_default_2, reshape_default_3], b_scales=[q_column,
-    k_column], biases=[None, None], reduce_op='sum', scatter_dim=1, out_dtype=bf16, use_fast_accum=False,
-    group_size=2, group_name='tp')  # bf16[3, 2, 16]
-return (scaled_matmul_reduce_scatter_default)
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default, reshape_default_1],
+    b_parts=[q_w, k_w], biases=[None, None], reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp',
+    a_scales=[reshape_default_2, reshape_default_3], b_scales=[q_column, k_column], out_dtype=bf16,
+    use_fast_accum=False)  # bf16[3, 2, 16]
+return (matmul_reduce_scatter_default)
 """,
     )
 
@@ -637,8 +636,8 @@ other: f32[15, 12]
 constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, 1], 0)  # f32[16, 8]
 constant_pad_nd_default_1 = constant_pad_nd(other, [0, 0, 0, 1], 0)  # f32[16, 12]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
-    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp', sum_dtype=None,
-    added=constant_pad_nd_default_1)  # f32[4, 12]
+    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp', added=constant_pad_nd_default_1)  #
+    f32[4, 12]
 return (matmul_reduce_scatter_default)
 """,
     )
@@ -784,10 +783,10 @@ view_dtype = view(x, u8)  # u8[7, 32]
 constant_pad_nd_default = constant_pad_nd(view_dtype, [0, 0, 0, 1], 0)  # u8[8, 32]
 view_dtype_1 = view(constant_pad_nd_default, f8)  # f8[8, 32]
 constant_pad_nd_default_1 = constant_pad_nd(a_scale, [0, 0, 0, 1], 0)  # f32[8, 1]
-scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[view_dtype_1], b_parts=[w],
-    a_scales=[constant_pad_nd_default_1], b_scales=[b_scale], biases=[None], reduce_op='sum', scatter_dim=0,
-    out_dtype=bf16, use_fast_accum=False, group_size=2, group_name='tp')  # bf16[4, 16]
-return (scaled_matmul_reduce_scatter_default)
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[view_dtype_1], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp', a_scales=[constant_pad_nd_default_1],
+    b_scales=[b_scale], out_dtype=bf16, use_fast_accum=False)  # bf16[4, 16]
+return (matmul_reduce_scatter_default)
 """,
     )
 
@@ -949,10 +948,9 @@ x: f8[6, 32]
 w: f8[32, 16]s[1, 32]
 a_scale: f32[6, 1]
 b_scale: f32[1, 16]
-scaled_matmul_all_reduce_default = asynctp::scaled_matmul_all_reduce(a_parts=[x], b_parts=[w], a_scales=[a_scale],
-    b_scales=[b_scale], biases=[None], reduce_op='sum', out_dtype=bf16, use_fast_accum=True, group_name='tp')  #
-    bf16[6, 16]
-return (scaled_matmul_all_reduce_default)
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[x], b_parts=[w], biases=[None], reduce_op='sum',
+    group_name='tp', a_scales=[a_scale], b_scales=[b_scale], out_dtype=bf16, use_fast_accum=True)  # bf16[6, 16]
+return (matmul_all_reduce_default)
 """,
     )
 
@@ -993,10 +991,10 @@ reshape = reshape(convert_element_type_1, [16])  # bf16[16]
 full_default = full([], 1.0, dtype=f32, device=cpu)  # f32[]
 convert_element_type_default = convert_element_type(reshape, f32)  # f32[16]
 reshape_default = reshape(convert_element_type_default, [1, 16])  # f32[1, 16]
-scaled_matmul_all_reduce_default = asynctp::scaled_matmul_all_reduce(a_parts=[x], b_parts=[convert_element_type],
-    a_scales=[full_default], b_scales=[reshape_default], biases=[None], reduce_op='sum', out_dtype=bf16,
-    use_fast_accum=False, group_name='tp')  # bf16[6, 16]
-reshape_1 = reshape(scaled_matmul_all_reduce_default, [2, 3, 16])  # bf16[2, 3, 16]
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[x], b_parts=[convert_element_type], biases=[None],
+    reduce_op='sum', group_name='tp', a_scales=[full_default], b_scales=[reshape_default], out_dtype=bf16,
+    use_fast_accum=False)  # bf16[6, 16]
+reshape_1 = reshape(matmul_all_reduce_default, [2, 3, 16])  # bf16[2, 3, 16]
 return (reshape_1)
 """,
     )
@@ -1036,10 +1034,10 @@ permute = permute(w, [1, 0])  # int8[32, 16]s[1, 32]
 rows: f32[6, 1]
 columns: f32[16]
 reshape_default = reshape(columns, [1, 16])  # f32[1, 16]
-scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[a], b_parts=[permute],
-    a_scales=[rows], b_scales=[reshape_default], biases=[None], reduce_op='sum', scatter_dim=0, out_dtype=bf16,
-    use_fast_accum=False, group_size=2, group_name='tp')  # bf16[3, 16]
-return (scaled_matmul_reduce_scatter_default)
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[permute], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp', a_scales=[rows], b_scales=[reshape_default],
+    out_dtype=bf16, use_fast_accum=False)  # bf16[3, 16]
+return (matmul_reduce_scatter_default)
 """,
     )
 
@@ -1074,9 +1072,9 @@ down: f32[8, 16]
 routed: f32[6, 16]
 relu = relu(routed)  # f32[6, 16]
 full_default = full([], 1.0, dtype=f32, device=cpu)  # f32[]
-scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[hidden], b_parts=[down],
-    a_scales=[sigmoid], b_scales=[full_default], biases=[None], reduce_op='sum', scatter_dim=0, out_dtype=f32,
-    use_fast_accum=False, group_size=2, group_name='tp', sum_dtype=None, added=relu)  # f32[3, 16]
-return (scaled_matmul_reduce_scatter_default)
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[hidden], b_parts=[down], biases=[None],
+    reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp', a_scales=[sigmoid], b_scales=[full_default],
+    out_dtype=f32, use_fast_accum=False, added=relu)  # f32[3, 16]
+return (matmul_reduce_scatter_default)
 """,
     )

@@ -14,6 +14,8 @@ from rewritten import FP8, fp8_operands, fuse, rewritten
 from serving_ops import registered
 from torch.fx import Node
 
+from asynctp_passes.ir.nodes import arguments
+
 
 # --- other spellings of a matmul -----------------------------------------------------------------------------------
 def test_bmm_with_one_weight() -> None:
@@ -117,10 +119,10 @@ w: f8[32, 16]s[1, 32]
 a_scale: f32[16, 1]
 b_scale: f32[16, 1]
 reshape_default = reshape(b_scale, [1, 16])  # f32[1, 16]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
-    b_scales=[reshape_default], biases=[None], gather_dim=0, gather_a_scale=True, out_dtype=bf16, use_fast_accum=True,
-    return_a_full=False, group_size=4, group_name='tp')  # (bf16[64, 16])
-getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[64, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp', a_scale=a_scale, b_scales=[reshape_default],
+    gather_a_scale=True, out_dtype=bf16, use_fast_accum=True)  # (bf16[64, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # bf16[64, 16]
 return (getitem)
 """,
     )
@@ -224,10 +226,10 @@ w: f8[256, 144]s[1, 256]
 a_scale: f32[4, 2]
 b_scale: f32[4, 2]s[1, 4]
 slice_tensor = slice(b_scale, 0, 0, 2)  # f32[2, 2]s[1, 4]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
-    b_scales=[slice_tensor], biases=[None], gather_dim=0, gather_a_scale=True, out_dtype=bf16, use_fast_accum=False,
-    return_a_full=False, group_size=4, group_name='tp')  # (bf16[16, 144])
-getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 144]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp', a_scale=a_scale, b_scales=[slice_tensor], gather_a_scale=True,
+    out_dtype=bf16, use_fast_accum=False)  # (bf16[16, 144])
+getitem = getitem(all_gather_matmul_default, 0)  # bf16[16, 144]
 return (getitem)
 """,
     )
@@ -282,10 +284,10 @@ convert_element_type_default = convert_element_type(div_tensor, f8)  # f8[12, 4,
 convert_element_type_default_1 = convert_element_type(amax_default, f32)  # f32[12, 4, 1]
 reshape_default_1 = reshape(convert_element_type_default, [3, 4, 512])  # f8[3, 4, 512]
 reshape_default_2 = reshape(convert_element_type_default_1, [3, 4, 4])  # f32[3, 4, 4]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=reshape_default_1,
-    a_scale=reshape_default_2, bs=[w], b_scales=[b_scale], biases=[None], gather_dim=1, gather_a_scale=True,
-    out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=2, group_name='tp')  # (bf16[3, 8, 144])
-getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[3, 8, 144]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=reshape_default_1, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp', a_scale=reshape_default_2, b_scales=[b_scale],
+    gather_a_scale=True, out_dtype=bf16, use_fast_accum=False)  # (bf16[3, 8, 144])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # bf16[3, 8, 144]
 reshape_default_3 = reshape(getitem_2, [24, 144])  # bf16[24, 144]
 return (reshape_default_3)
 """,
@@ -343,11 +345,11 @@ reshape_default = reshape(gate_a, [3, 8, 512])  # f8[3, 8, 512]
 reshape_default_1 = reshape(up_a, [3, 8, 512])  # f8[3, 8, 512]
 reshape_default_2 = reshape(gate_a_scale, [3, 8, 4])  # f32[3, 8, 4]s[8, 1, 24]
 reshape_default_3 = reshape(up_a_scale, [3, 8, 4])  # f32[3, 8, 4]s[8, 1, 24]
-scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[reshape_default,
-    reshape_default_1], b_parts=[gate_w, up_w], a_scales=[reshape_default_2, reshape_default_3], b_scales=[gate_scale,
-    up_scale], biases=[None, None], reduce_op='sum', scatter_dim=1, out_dtype=bf16, use_fast_accum=False,
-    group_size=4, group_name='tp')  # bf16[3, 2, 144]
-return (scaled_matmul_reduce_scatter_default)
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default, reshape_default_1],
+    b_parts=[gate_w, up_w], biases=[None, None], reduce_op='sum', scatter_dim=1, group_size=4, group_name='tp',
+    a_scales=[reshape_default_2, reshape_default_3], b_scales=[gate_scale, up_scale], out_dtype=bf16,
+    use_fast_accum=False)  # bf16[3, 2, 144]
+return (matmul_reduce_scatter_default)
 """,
     )
 
@@ -379,10 +381,10 @@ b_scale: f32[16, 2]s[1, 16]
 slice_tensor = slice(a_scale, 0, 0, 2)  # f32[2, 2]s[1, 4]
 permute_default = permute(slice_tensor, [1, 0])  # f32[2, 2]s[4, 1]
 permute_default_1 = permute(b_scale, [1, 0])  # f32[2, 16]
-scaled_matmul_all_reduce_default = asynctp::scaled_matmul_all_reduce(a_parts=[a], b_parts=[w],
-    a_scales=[permute_default], b_scales=[permute_default_1], biases=[None], reduce_op='sum', out_dtype=bf16,
-    use_fast_accum=False, group_name='tp')  # bf16[256, 16]
-return (scaled_matmul_all_reduce_default)
+matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[a], b_parts=[w], biases=[None], reduce_op='sum',
+    group_name='tp', a_scales=[permute_default], b_scales=[permute_default_1], out_dtype=bf16, use_fast_accum=False)
+    # bf16[256, 16]
+return (matmul_all_reduce_default)
 """,
     )
 
@@ -404,8 +406,8 @@ def test_scales_of_blocks_of_a_dynamic_sequence_add_no_guard(early: bool) -> Non
     assert [remark.outcome for remark in fuse(graph).remarks] == ["FUSED"] * (2 if early else 1)
     assert shape_env.guards == guards
     assert shape_env.replacements == replacements
-    (op,) = graph.find_nodes(op="call_function", target=torch.ops.asynctp.all_gather_scaled_matmul.default)
-    assert op.args[6], "the scales travel"
+    (op,) = graph.find_nodes(op="call_function", target=torch.ops.asynctp.all_gather_matmul.default)
+    assert arguments(op)["gather_a_scale"], "the scales travel"
 
 
 # --- other spellings of a collective ---------------------------------------------------------------------------------
@@ -594,10 +596,10 @@ x: f8[16, 32]
 w: f8[32, 16]s[1, 32]
 a_scale: f32[16, 1]
 b_scale: f32[1, 16]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=x, a_scale=a_scale, bs=[w],
-    b_scales=[b_scale], biases=[None], gather_dim=0, gather_a_scale=True, out_dtype=bf16, use_fast_accum=False,
-    return_a_full=False, group_size=2, group_name='tp')  # (bf16[32, 16])
-getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[32, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[w], biases=[None], gather_dim=0,
+    return_a_full=False, group_size=2, group_name='tp', a_scale=a_scale, b_scales=[b_scale], gather_a_scale=True,
+    out_dtype=bf16, use_fast_accum=False)  # (bf16[32, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # bf16[32, 16]
 return (getitem_2)
 """,
     )
@@ -674,10 +676,10 @@ w: f8[32, 16]s[1, 32]
 out: bf16[12, 16]
 a_scale: f32[]
 b_scale: f32[1]
-scaled_matmul_reduce_scatter_default = asynctp::scaled_matmul_reduce_scatter(a_parts=[a], b_parts=[w],
-    a_scales=[a_scale], b_scales=[b_scale], biases=[None], reduce_op='sum', scatter_dim=1, out_dtype=bf16,
-    use_fast_accum=False, group_size=2, group_name='tp')  # bf16[12, 8]
-return (scaled_matmul_reduce_scatter_default)
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[a], b_parts=[w], biases=[None],
+    reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp', a_scales=[a_scale], b_scales=[b_scale],
+    out_dtype=bf16, use_fast_accum=False)  # bf16[12, 8]
+return (matmul_reduce_scatter_default)
 """,
     )
 

@@ -10,7 +10,9 @@ from graph_builder import GraphBuilder, c10d
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from asynctp_passes import Config, compat, joint_pass
+from asynctp_passes import Config
+from asynctp_passes.remat.joint import run_joint
+from asynctp_passes.torch_private import partitioner
 
 SAVE = CheckpointPolicy.MUST_SAVE
 AGAIN = CheckpointPolicy.PREFER_RECOMPUTE
@@ -26,8 +28,8 @@ def joint(build: Callable[[GraphBuilder, Node], Node], tags: dict[str, Checkpoin
     for node in graph.nodes:
         if node.name in tags:
             node.meta["recompute"] = tags[node.name]
-    joint_pass.run_joint(graph, Config())
-    return {node.name: tag for node in graph.nodes if (tag := compat.recompute_tag(node)) is not None}
+    run_joint(graph, Config())
+    return {node.name: tag for node in graph.nodes if (tag := partitioner.recompute_tag(node)) is not None}
 
 
 def all_reduced(b: GraphBuilder, product: Node) -> Node:
@@ -88,6 +90,6 @@ def test_a_sum_of_the_backward_stays() -> None:
     product = b.mm(dy, w)
     graph = b.returns(b.relu(w), b.all_reduce(product))
     product.meta["recompute"] = SAVE
-    joint_pass.run_joint(graph, Config())
-    assert [node.name for node in graph.nodes if compat.recompute_tag(node) is not None] == ["mm"]
+    run_joint(graph, Config())
+    assert [node.name for node in graph.nodes if partitioner.recompute_tag(node) is not None] == ["mm"]
     assert any(node.target is c10d.all_reduce.default for node in graph.nodes)

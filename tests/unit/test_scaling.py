@@ -14,7 +14,8 @@ from passes import run_pass
 from torch.fx import Graph
 
 import asynctp_passes
-from asynctp_passes import Config, joint_pass
+from asynctp_passes import Config
+from asynctp_passes.remat.joint import run_joint
 
 PACKAGE = str(Path(asynctp_passes.__file__).parent)
 FP8 = torch.float8_e4m3fn
@@ -88,7 +89,7 @@ def fused(graph: Graph) -> None:
 
 
 def marked(graph: Graph) -> None:
-    joint_pass.run_joint(graph, Config(rematerialize="always"))
+    run_joint(graph, Config(rematerialize="always"))
 
 
 def calls_of(run: Callable[[Graph], None], graph: Graph) -> int:

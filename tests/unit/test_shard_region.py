@@ -64,11 +64,10 @@ convert_element_type_default = convert_element_type(div_tensor, f32)  # f32[3, 4
 convert_element_type_default_1 = convert_element_type(x, f32)  # f32[3, 4, 32]
 div_tensor_1 = div(convert_element_type_default_1, convert_element_type_default)  # f32[3, 4, 32]
 convert_element_type_default_2 = convert_element_type(div_tensor_1, f8)  # f8[3, 4, 32]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=convert_element_type_default_2,
-    a_scale=convert_element_type_default, bs=[w], b_scales=[w_scale], biases=[None], gather_dim=1,
-    gather_a_scale=True, out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=2, group_name='tp')  #
-    (bf16[3, 8, 16])
-getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[3, 8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=convert_element_type_default_2, bs=[w], biases=[None],
+    gather_dim=1, return_a_full=False, group_size=2, group_name='tp', a_scale=convert_element_type_default,
+    b_scales=[w_scale], gather_a_scale=True, out_dtype=bf16, use_fast_accum=False)  # (bf16[3, 8, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # bf16[3, 8, 16]
 reshape_default = reshape(getitem_2, [24, 16])  # bf16[24, 16]
 return (reshape_default)
 
@@ -121,11 +120,10 @@ convert_element_type_default = convert_element_type(div_tensor, f32)  # f32[4, 1
 convert_element_type_default_1 = convert_element_type(x, f32)  # f32[4, 32]
 div_tensor_1 = div(convert_element_type_default_1, convert_element_type_default)  # f32[4, 32]
 convert_element_type_default_2 = convert_element_type(div_tensor_1, f8)  # f8[4, 32]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=convert_element_type_default_2,
-    a_scale=convert_element_type_default, bs=[w], b_scales=[w_scale], biases=[None], gather_dim=0,
-    gather_a_scale=True, out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=2, group_name='tp')  #
-    (bf16[8, 16])
-getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=convert_element_type_default_2, bs=[w], biases=[None],
+    gather_dim=0, return_a_full=False, group_size=2, group_name='tp', a_scale=convert_element_type_default,
+    b_scales=[w_scale], gather_a_scale=True, out_dtype=bf16, use_fast_accum=False)  # (bf16[8, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # bf16[8, 16]
 all_gather_into_tensor = asynctp::all_gather(shard=x, group_size=2, group_name='tp', copy=False)  # bf16[8, 32]
 relu = relu(getitem)  # bf16[8, 16]
 y: bf16[8, 8]
@@ -191,13 +189,12 @@ convert_element_type_default_2 = convert_element_type(div_tensor_1, f8)  # f8[12
 reshape_default_1 = reshape(convert_element_type_default_2, [3, 4, 32])  # f8[3, 4, 32]
 reshape_default_2 = reshape(convert_element_type_default, [3, 4, 1])  # f32[3, 4, 1]
 full = full([], 1.0, dtype=f32)  # f32[]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=reshape_default_1, a_scale=full, bs=[w],
-    b_scales=[full], biases=[None], gather_dim=1, gather_a_scale=False, out_dtype=bf16, use_fast_accum=False,
-    return_a_full=False, group_size=2, group_name='tp', along_shard=reshape_default_2)  # (bf16[3, 8, 16], f32[3, 8,
-    1])
-getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[3, 8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=reshape_default_1, bs=[w], biases=[None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp', a_scale=full, b_scales=[full], gather_a_scale=False,
+    out_dtype=bf16, use_fast_accum=False, along_shard=reshape_default_2)  # (bf16[3, 8, 16], f32[3, 8, 1])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # bf16[3, 8, 16]
 reshape_default_3 = reshape(getitem_2, [24, 16])  # bf16[24, 16]
-getitem_3 = getitem(all_gather_scaled_matmul_default, 1)  # f32[3, 8, 1]
+getitem_3 = getitem(all_gather_matmul_default, 1)  # f32[3, 8, 1]
 all_gather_into_tensor = asynctp::all_gather(shard=x, group_size=2, group_name='tp', copy=False)  # bf16[6, 4, 32]
 reshape_default_4 = reshape(getitem_3, [24, 1])  # f32[24, 1]
 mul = mul(reshape_default_4, w_scale)  # f32[24, 16]
@@ -279,13 +276,13 @@ k_scale: f32[1, 16]
 k: f8[32, 16]s[1, 32]
 v_scale: f32[1, 16]
 v: f8[32, 16]s[1, 32]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=convert_element_type_default_2,
-    a_scale=convert_element_type_default, bs=[q, k, v], b_scales=[q_scale, k_scale, v_scale], biases=[None, None,
-    None], gather_dim=0, gather_a_scale=True, out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=4,
-    group_name='tp')  # (bf16[16, 16], bf16[16, 16], bf16[16, 16])
-getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
-getitem_1 = getitem(all_gather_scaled_matmul_default, 1)  # bf16[16, 16]
-getitem_2 = getitem(all_gather_scaled_matmul_default, 2)  # bf16[16, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=convert_element_type_default_2, bs=[q, k, v],
+    biases=[None, None, None], gather_dim=0, return_a_full=False, group_size=4, group_name='tp',
+    a_scale=convert_element_type_default, b_scales=[q_scale, k_scale, v_scale], gather_a_scale=True, out_dtype=bf16,
+    use_fast_accum=False)  # (bf16[16, 16], bf16[16, 16], bf16[16, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # bf16[16, 16]
+getitem_1 = getitem(all_gather_matmul_default, 1)  # bf16[16, 16]
+getitem_2 = getitem(all_gather_matmul_default, 2)  # bf16[16, 16]
 return (getitem, getitem_1, getitem_2)
 
 computed on the shard and gathered: f8e4m3[16, 32] (384 bytes) and f32[16, 1] (48 bytes); the gather of
@@ -328,12 +325,11 @@ convert_element_type_default = convert_element_type(div_tensor, f32)  # f32[4, 1
 convert_element_type_default_1 = convert_element_type(x, f32)  # f32[4, 32]
 div_tensor_1 = div(convert_element_type_default_1, convert_element_type_default)  # f32[4, 32]
 convert_element_type_default_2 = convert_element_type(div_tensor_1, f8)  # f8[4, 32]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=convert_element_type_default_2,
-    a_scale=convert_element_type_default, bs=[w], b_scales=[w_scale], biases=[None], gather_dim=0,
-    gather_a_scale=True, out_dtype=bf16, use_fast_accum=False, return_a_full=True, group_size=4, group_name='tp')  #
-    (bf16[16, 16], f8[16, 32])
-getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[16, 16]
-getitem_1 = getitem(all_gather_scaled_matmul_default, 1)  # f8[16, 32]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=convert_element_type_default_2, bs=[w], biases=[None],
+    gather_dim=0, return_a_full=True, group_size=4, group_name='tp', a_scale=convert_element_type_default,
+    b_scales=[w_scale], gather_a_scale=True, out_dtype=bf16, use_fast_accum=False)  # (bf16[16, 16], f8[16, 32])
+getitem = getitem(all_gather_matmul_default, 0)  # bf16[16, 16]
+getitem_1 = getitem(all_gather_matmul_default, 1)  # f8[16, 32]
 return (getitem, getitem_1)
 
 computed on the shard and gathered: f8e4m3[16, 32] (384 bytes) and f32[16, 1] (48 bytes); the gather of
@@ -417,12 +413,12 @@ convert_element_type_1 = convert_element_type(div, f32)  # f32[]
 mul_tensor = mul(x, convert_element_type_1)  # bf16[1, 4, 32]
 convert_element_type_default = convert_element_type(mul_tensor, f8)  # f8[1, 4, 32]
 reciprocal = reciprocal(convert_element_type_1)  # f32[]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=convert_element_type_default,
-    a_scale=reciprocal, bs=[w], b_scales=[b_scale], biases=[None], gather_dim=1, gather_a_scale=False, out_dtype=bf16,
-    use_fast_accum=False, return_a_full=True, group_size=4, group_name='tp')  # (bf16[1, 16, 16], f8[1, 16, 32])
-getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[1, 16, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=convert_element_type_default, bs=[w], biases=[None],
+    gather_dim=1, return_a_full=True, group_size=4, group_name='tp', a_scale=reciprocal, b_scales=[b_scale],
+    gather_a_scale=False, out_dtype=bf16, use_fast_accum=False)  # (bf16[1, 16, 16], f8[1, 16, 32])
+getitem = getitem(all_gather_matmul_default, 0)  # bf16[1, 16, 16]
 reshape_default_1 = reshape(getitem, [16, 16])  # bf16[16, 16]
-getitem_1 = getitem(all_gather_scaled_matmul_default, 1)  # f8[1, 16, 32]
+getitem_1 = getitem(all_gather_matmul_default, 1)  # f8[1, 16, 32]
 reshape_default_2 = reshape(getitem_1, [16, 32])  # f8[16, 32]
 clone_default_1 = clone(reshape_default_2)  # f8[16, 32]
 convert_element_type_3 = convert_element_type(clone_default, float64)  # float64[]
@@ -557,11 +553,10 @@ convert_element_type_default = convert_element_type(div_tensor, f32)  # f32[3, s
 convert_element_type_default_1 = convert_element_type(x, f32)  # f32[3, s, 32]
 div_tensor_1 = div(convert_element_type_default_1, convert_element_type_default)  # f32[3, s, 32]
 convert_element_type_default_2 = convert_element_type(div_tensor_1, f8)  # f8[3, s, 32]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=convert_element_type_default_2,
-    a_scale=convert_element_type_default, bs=[w], b_scales=[w_scale], biases=[None], gather_dim=1,
-    gather_a_scale=True, out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=2, group_name='tp')  #
-    (bf16[3, 2*s, 16])
-getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[3, 2*s, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=convert_element_type_default_2, bs=[w], biases=[None],
+    gather_dim=1, return_a_full=False, group_size=2, group_name='tp', a_scale=convert_element_type_default,
+    b_scales=[w_scale], gather_a_scale=True, out_dtype=bf16, use_fast_accum=False)  # (bf16[3, 2*s, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # bf16[3, 2*s, 16]
 reshape_default = reshape(getitem_2, [-1, 16])  # bf16[6*s, 16]
 return (reshape_default)
 
@@ -625,7 +620,7 @@ def test_the_first_product_that_pays_leads() -> None:
     wide = b.mm(b.call(cast, whole, torch.float32), b.input("v", [32, 8]))
     rows, scale = quantize(b, whole)
     remark = fused_alike(b.returns(wide, b.scaled_mm(rows, w, scale, w_scale)))
-    assert remark.op == "asynctp::all_gather_scaled_matmul"
+    assert remark.op == "asynctp::all_gather_matmul"
     assert remark.keeps_gather
 
 
@@ -704,7 +699,7 @@ def test_no_wait_comes_before_the_fused_op() -> None:
     assert fuse(graph).keeps_gather
     started = torch.ops.asynctp.all_gather.default  # it leaves the SMs to the products that it runs beside
     (gather,), (wait,) = position(graph, started), position(graph, torch.ops.asynctp.wait.default)
-    (fused,) = position(graph, torch.ops.asynctp.all_gather_scaled_matmul.default)
+    (fused,) = position(graph, torch.ops.asynctp.all_gather_matmul.default)
     (barrier,) = position(graph, aten.add_.Tensor)
     assert fused < gather < wait < barrier
 
@@ -719,7 +714,7 @@ def test_a_gather_that_nothing_waits_for_comes_after_the_fused_op() -> None:
     graph = b.returns(out, b.call(aten.sum.dim_IntList, whole, [0]))
     assert fuse(graph).keeps_gather
     (gather,) = position(graph, c10d.all_gather_into_tensor.default)
-    (fused,) = position(graph, torch.ops.asynctp.all_gather_scaled_matmul.default)
+    (fused,) = position(graph, torch.ops.asynctp.all_gather_matmul.default)
     assert fused < gather
 
 

@@ -15,12 +15,14 @@ from quantized_graphs import FP8, _values, cast, fuse, quantize, rewritten, weig
 from serving_ops import registered
 from torch.fx import Graph, Node
 
+from asynctp_passes.ir.nodes import arguments
+
 
 # --- the same bits --------------------------------------------------------------------------------------------------
 def quantized_operands(graph: Graph) -> list[Node]:
     """The left operands and row scales of scaled matmuls on gathered rows, before or after the pass."""
-    fused = [node for node in graph.nodes if node.target is torch.ops.asynctp.all_gather_scaled_matmul.default]
-    return [node.args[index] for node in fused for index in (0, 1)]
+    fused = [node for node in graph.nodes if node.target is torch.ops.asynctp.all_gather_matmul.default]
+    return [operand for node in fused for operand in (arguments(node)["a_shard"], arguments(node)["a_scale"])]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_wherever_the_ranks_are(views: str, first: str) -> None:
     graph = b.returns(b.scaled_mm(rows, w, scale, w_scale), rows, scale)
     inputs = [_values(graph, rank) for rank in range(4)]
     before = evaluate(graph, inputs)
-    assert fuse(graph).op == "asynctp::all_gather_scaled_matmul"
+    assert fuse(graph).op == "asynctp::all_gather_matmul"
     for (out, *operands), (new_out, *new_operands) in zip(before, evaluate(graph, inputs), strict=True):
         pairs = zip((out, *operands), (new_out, *new_operands), strict=True)
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
@@ -108,7 +110,7 @@ def test_whatever_gathers(gather: Callable[[GraphBuilder, Node, int], Node], dim
     before = evaluate(graph, inputs)
     with registered("tp"):
         fused = run_pass(graph, strict="all", expect=1).fused
-    assert [(remark.op, remark.keeps_gather) for remark in fused] == [("asynctp::all_gather_scaled_matmul", kept)]
+    assert [(remark.op, remark.keeps_gather) for remark in fused] == [("asynctp::all_gather_matmul", kept)]
     assert differences(before, evaluate(graph, inputs)) == []
 
 
@@ -164,11 +166,10 @@ convert_element_type_default = convert_element_type(div_tensor, f32)  # f32[3, 4
 convert_element_type_default_1 = convert_element_type(x, f32)  # f32[3, 4, 32]
 div_tensor_1 = div(convert_element_type_default_1, convert_element_type_default)  # f32[3, 4, 32]
 convert_element_type_default_2 = convert_element_type(div_tensor_1, f8)  # f8[3, 4, 32]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=convert_element_type_default_2,
-    a_scale=convert_element_type_default, bs=[w], b_scales=[w_scale], biases=[None], gather_dim=1,
-    gather_a_scale=True, out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=2, group_name='tp')  #
-    (bf16[3, 8, 16])
-getitem = getitem(all_gather_scaled_matmul_default, 0)  # bf16[3, 8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=convert_element_type_default_2, bs=[w], biases=[None],
+    gather_dim=1, return_a_full=False, group_size=2, group_name='tp', a_scale=convert_element_type_default,
+    b_scales=[w_scale], gather_a_scale=True, out_dtype=bf16, use_fast_accum=False)  # (bf16[3, 8, 16])
+getitem = getitem(all_gather_matmul_default, 0)  # bf16[3, 8, 16]
 reshape_default = reshape(getitem, [24, 16])  # bf16[24, 16]
 return (reshape_default)
 
@@ -224,11 +225,10 @@ convert_element_type_default = convert_element_type(div_tensor, f32)  # f32[4, 1
 convert_element_type_default_1 = convert_element_type(x, f32)  # f32[4, 32]
 div_tensor_1 = div(convert_element_type_default_1, convert_element_type_default)  # f32[4, 32]
 convert_element_type_default_2 = convert_element_type(div_tensor_1, f8)  # f8[4, 32]
-all_gather_scaled_matmul_default = asynctp::all_gather_scaled_matmul(a_shard=convert_element_type_default_2,
-    a_scale=convert_element_type_default, bs=[w], b_scales=[w_scale], biases=[None], gather_dim=0,
-    gather_a_scale=True, out_dtype=bf16, use_fast_accum=False, return_a_full=False, group_size=2, group_name='tp')  #
-    (bf16[8, 16])
-getitem_2 = getitem(all_gather_scaled_matmul_default, 0)  # bf16[8, 16]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=convert_element_type_default_2, bs=[w], biases=[None],
+    gather_dim=0, return_a_full=False, group_size=2, group_name='tp', a_scale=convert_element_type_default,
+    b_scales=[w_scale], gather_a_scale=True, out_dtype=bf16, use_fast_accum=False)  # (bf16[8, 16])
+getitem_2 = getitem(all_gather_matmul_default, 0)  # bf16[8, 16]
 relu = relu(wait_tensor_default)  # f32[4, 5]
 return (getitem_2, relu)
 """,

@@ -9,7 +9,8 @@ import pytest
 from graph_builder import GraphBuilder, aten, snapshot
 from torch.fx import Graph
 
-from asynctp_passes import AsyncTPError, Config, ExpectError, GroupError, Report, StrictError, compat, run
+from asynctp_passes import AsyncTPError, Config, ExpectError, GroupError, Report, StrictError, run
+from asynctp_passes.torch_private import dynamo
 
 
 def graph_of(*, fused: int = 0, reordered: int = 0, computed: int = 0, returned: int = 0) -> Graph:
@@ -62,7 +63,7 @@ def test_levels(strict: str, expect: int, chains: dict[str, int], error: type[As
 
 
 def test_zero_waits_for_later_pieces_of_a_graph_that_is_cut_for_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "is_cut_for_ddp", lambda: True)
+    monkeypatch.setattr(dynamo, "is_cut_for_ddp", lambda: True)
     assert run(graph_of(reordered=1), config(strict="zero")).missed
     with pytest.raises(StrictError):
         run(graph_of(reordered=1), config(strict="all"))

@@ -18,9 +18,10 @@ from serving_ops import registered
 from test_corpus import ROUNDING, group_size, id_of
 from torch.fx import Graph, Node
 
-from asynctp_passes import Config, Remark, StrictError, joint_pass, run
+from asynctp_passes import Config, Remark, StrictError, run
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.nodes import is_random, mutates
+from asynctp_passes.remat.joint import run_joint
 from asynctp_passes.rewriting import toposort
 from asynctp_passes.rewriting.toposort import CannotSort
 
@@ -83,7 +84,7 @@ def test_both_passes_sort(joint: bool) -> None:
     graph, _ = late_attention(GraphBuilder())
     config = Config(strict="all", log=False, trace=False)
     if joint:
-        assert joint_pass.run_joint(graph, config) is None
+        assert run_joint(graph, config) is None
     else:
         assert len(run(graph, config).fused) == 3
     assert toposort.is_sorted(graph)
@@ -97,7 +98,7 @@ def test_a_graph_that_does_not_communicate_is_left_to_inductor() -> None:
     arrange(graph, called(graph)[::-1])
     before = snapshot(graph)
     run_pass(graph)
-    assert joint_pass.run_joint(graph, Config()) is None
+    assert run_joint(graph, Config()) is None
     assert snapshot(graph) == before
 
 

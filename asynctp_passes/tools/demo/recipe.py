@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from asynctp_passes import compat
 from asynctp_passes.backend import asynctp, split_options
 from asynctp_passes.config import Config, ConfigError, can_be_written
 from asynctp_passes.tools import profile
 from asynctp_passes.tools.demo.model import Styles, Transformer, parallelize
+from asynctp_passes.torch_private import intree, partitioner
 
 __all__ = [
     "BACKENDS",
@@ -206,7 +206,7 @@ def peak_memory(device: torch.device, backend: str, group: ProcessGroup) -> int:
 
 def _shared_bytes(backend: str, group: ProcessGroup) -> int:
     if backend == "intree":
-        return compat.intree_shared_bytes(group.group_name)
+        return intree.shared_bytes(group.group_name)
     kernels = sys.modules.get("asynctp_kernels.cuda")  # not imported: nothing is shared
     return kernels.shared_bytes(group) if backend == "asynctp" and kernels is not None else 0
 
@@ -217,7 +217,7 @@ def release_shared(group: ProcessGroup) -> None:
     Every rank calls it, when no GPU has work left that uses it, and no captured graph will. The last references may be
     in cycles: the memory is gone after a garbage collection.
     """
-    compat.forget_intree_workspace(group.group_name)
+    intree.forget_workspace(group.group_name)
     kernels = sys.modules.get("asynctp_kernels.cuda")
     if kernels is not None:
         kernels.release(group)
@@ -298,10 +298,10 @@ def compiler(
         options: Inductor's, and those of `Config`, which only asynctp is given.
         kwargs: Other arguments of `torch.compile`.
     """
-    ours = () if backend == "asynctp" else Config.option_names()
+    ours = () if backend == "asynctp" else Config.field_names()
     chosen = {name: value for name, value in (options or {}).items() if name not in ours}
     if backend == "intree" and device.type == "cuda":
-        chosen = {**compat.intree_options(group), **chosen}
+        chosen = {**intree.options(group), **chosen}
     # not by name: torch knows that only of what is installed
     chosen_backend: Any = asynctp if backend == "asynctp" else "inductor"
 
@@ -319,9 +319,9 @@ def compile_blocks(model: Transformer, compile_one: Callable[[Any], Any], recomp
     """
     for index, block in enumerate(model.blocks):
         if recompute == "selective":
-            block = compat.recomputed(block, _selective_contexts)
+            block = partitioner.recomputed(block, _selective_contexts)
         block = compile_one(block)
-        model.blocks[index] = compat.recomputed(block) if recompute == "full" else block
+        model.blocks[index] = partitioner.recomputed(block) if recompute == "full" else block
 
 
 def _selective_contexts() -> Any:

@@ -2,8 +2,8 @@
 
     calls             run a fused call                 groups       the memory of a group
     moves             collectives without a matmul     plan_cache   plans that were made
-    explanation       how a call would be run
-    implementations   the table of all of them, and `legality`, the checks of their refusals
+    explanation       how a call would be run       facts        what decides it
+    implementations   the table of all of them, and `checks`, the checks of their refusals
 
 This module only gives their public names.
 """
@@ -16,22 +16,18 @@ from asynctp_kernels.cuda.calls import run_gather, run_reduce
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.choose.select import forced
-from asynctp_kernels.cuda.explanation import explain, explain_all_reduce, explain_gather, explain_scatter, problem_of
+from asynctp_kernels.cuda.explanation import choice_for, explain, problem_of
 from asynctp_kernels.cuda.groups import is_awaited, last_implementation, leave, outlook, release, shared_bytes
 from asynctp_kernels.cuda.moves import Mover, run_bulk_all_reduce, run_bulk_gather, run_bulk_scatter
 from asynctp_kernels.cuda.plans.collectives import all_gather
 from asynctp_kernels.cuda.runtime import interpreted
-from asynctp_kernels.cuda.runtime.stamps import Stamps, stamped
 
 __all__ = [
     "Choice",
     "Mover",
-    "Stamps",
     "all_gather",
+    "choice_for",
     "explain",
-    "explain_all_reduce",
-    "explain_gather",
-    "explain_scatter",
     "forced",
     "is_awaited",
     "last_implementation",
@@ -45,7 +41,6 @@ __all__ = [
     "run_gather",
     "run_reduce",
     "shared_bytes",
-    "stamped",
 ]
 
 #: programs import them by these names

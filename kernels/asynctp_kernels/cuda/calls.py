@@ -4,7 +4,8 @@ Each has a wire, made of facts that all ranks share (`wire`), and an implementat
 plan that is run here, or `OwnProgram`: the call's own program makes the matmuls, and has `moves.Mover` move data on the
 same wire.
 
-A call is an object with the arguments of its op as attributes (`GatherArguments`, `ReduceArguments`).
+A call is an object with the arguments of its op as attributes (`asynctp_passes.ops.calls`). What decides its plan is
+`facts`.
 """
 
 from __future__ import annotations
@@ -14,18 +15,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asynctp_kernels.compat import group_resolver
 from asynctp_kernels.cuda.choose import select
-from asynctp_kernels.cuda.choose.implementation import Choice
-from asynctp_kernels.cuda.explanation import explain_all_reduce, explain_gather, explain_scatter
+from asynctp_kernels.cuda.explanation import choice_for
+from asynctp_kernels.cuda.facts import as_rows, facts_of, flat, nonunit
 from asynctp_kernels.cuda.groups import in_step, memory_for
-from asynctp_kernels.cuda.implementations import OwnProgram, make_plan
+from asynctp_kernels.cuda.implementations import make_plan
 from asynctp_kernels.cuda.moves import Mover, check_or_skip, check_taking_part
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
-from asynctp_kernels.cuda.plans.gather_call import GatherArguments, GatherCall
-from asynctp_kernels.cuda.plans.scatter_call import ReduceArguments, ScatterCall, as_rows, flat, nonunit
-from asynctp_kernels.cuda.runtime import stamps
+from asynctp_kernels.cuda.plans.own_program import OwnProgram
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.torch_private import group_resolver
 
 CheckCall = Callable[[Any], None]
 Program = Callable[[Any, Mover], Any]
@@ -35,7 +34,7 @@ made: Counter[tuple[str, str]] = Counter()
 """Calls that the host made, by op and implementation; launches of a CUDA graph of the program's are none."""
 
 
-def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any:
+def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
     """all_gather(a_shard, gather_dim) @ b for every b.
 
     Args:
@@ -50,7 +49,7 @@ def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
     group = call.group_name if not isinstance(call.group_name, str) else group_resolver()(call.group_name)
-    a_shard, a_scale, bs, b_scales = call.a_shard, call.a_scale, call.bs, call.b_scales
+    a_shard, a_scale, bs, b_scales = call.a_shard, call.a_scale, call.bs, call.b_scales or ()
     biases, along = call.biases, call.along_shard
     memory = memory_for(group, a_shard.device)
     if memory is None:
@@ -58,15 +57,13 @@ def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any
         check(call)
         return program(call, Mover(group, call.kept, call.accord))
     key = (
-        call.values, memory.skipped, select.requested(), stamps.requested(),
+        call.values, memory.skipped, select.requested(),
         *keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
         check_taking_part(partial(check, call), Mover(group, call.kept, call.accord), a_shard, call.travels)
-        facts = GatherCall.of(call, memory.world)
-        choice = _chosen(explain_gather, facts, memory)
-        plan = keep(memory, key, in_step(memory, make_plan, "gather", facts, memory, choice))
+        plan = keep(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
     if plan.uses_memory:
@@ -76,7 +73,7 @@ def run_gather(call: GatherArguments, check: CheckCall, program: Program) -> Any
     return plan.run(a_shard, a_scale, bs, b_scales, biases, along)
 
 
-def run_reduce(call: ReduceArguments, check: CheckCall, program: Program) -> Any:
+def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
     """reduce_scatter(Σ a @ b + added, scatter_dim), or all_reduce of that sum; arguments as for `run_gather`.
 
     Raises:
@@ -88,16 +85,17 @@ def run_reduce(call: ReduceArguments, check: CheckCall, program: Program) -> Any
         made[call.op, "sequential"] += 1
         check(call)
         return program(call, Mover(group, accord=call.accord))
-    a_parts, b_parts, a_scales, added = call.a_parts, call.b_parts, call.a_scales, call.added
+    a_parts, b_parts, a_scales, b_scales = call.a_parts, call.b_parts, call.a_scales or (), call.b_scales or ()
+    added = call.added
     whole = call.scatter_dim is None
     if whole:
         a_parts, b_parts, a_scales = as_rows(a_parts, b_parts, a_scales)
         added = None if added is None else flat(added)
-    operands = (a_parts, b_parts, a_scales, call.b_scales, call.biases, added)
+    operands = (a_parts, b_parts, a_scales, b_scales, call.biases, added)
     times = nonunit(call.factors) if call.factors else ()
     key = (
-        call.values, times, memory.skipped, select.requested(), stamps.requested(),
-        *keys_of(*a_parts, *b_parts, *a_scales, *call.b_scales, *call.biases, added),
+        call.values, times, memory.skipped, select.requested(),
+        *keys_of(*a_parts, *b_parts, *a_scales, *b_scales, *call.biases, added),
     )  # fmt: skip
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
@@ -115,20 +113,16 @@ def run_reduce(call: ReduceArguments, check: CheckCall, program: Program) -> Any
     return sums.view(*a.shape[:-1], sums.shape[-1]) if whole and a.ndim != 2 else sums
 
 
-def _plan(call: ReduceArguments, memory: GroupMemory) -> Any:
-    facts = ScatterCall.of(call, memory.world)
-    op, explain = ("scatter", explain_scatter) if call.scatter_dim is not None else ("all_reduce", explain_all_reduce)
-    return in_step(memory, make_plan, op, facts, memory, _chosen(explain, facts, memory))
-
-
-def _chosen(explain: Callable[..., Choice], facts: GatherCall | ScatterCall, memory: GroupMemory) -> Choice:
-    """The choice for a call; not within `in_step`, since a refused call has not begun.
+def _plan(call: Any, memory: GroupMemory) -> Any:
+    """The plan of a call; it is chosen not within `in_step`, since a refused call has not begun.
 
     A rank that was asked for what it cannot run leaves the call out, and tells so by its next calls: peers may have
     made it.
     """
+    facts = facts_of(call, memory.world)
     try:
-        return explain(facts, memory.table)
+        choice = choice_for(facts, memory.table)
     except RuntimeError:
         memory.skipped += 1
         raise
+    return in_step(memory, make_plan, facts, memory, choice)

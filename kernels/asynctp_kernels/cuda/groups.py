@@ -11,17 +11,16 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import process_group
+from asynctp_kernels.cuda.checks import group_refused
 from asynctp_kernels.cuda.choose import select
-from asynctp_kernels.cuda.legality import group_refused
 from asynctp_kernels.cuda.runtime import memory as memory_of
 from asynctp_kernels.cuda.runtime.driver import CudaError, StreamWaitOver
-from asynctp_kernels.cuda.runtime.enroll import facts_of
+from asynctp_kernels.cuda.runtime.enroll import facts_of, reached
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory, group_memory
-from asynctp_kernels.cuda.runtime.reach import reached
 from asynctp_kernels.cuda.runtime.watch import error_of
 from asynctp_kernels.errors import NotEnrolled, SymmetricMemoryError
+from asynctp_kernels.torch_private import process_group
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import register_wait
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN
+from asynctp_kernels.cuda.facts import ReduceFacts
 from asynctp_kernels.cuda.groups import in_step, memory_for
 from asynctp_kernels.cuda.plan_cache import MISSING, keep, keys_of
 from asynctp_kernels.cuda.plans.collectives import (
@@ -26,9 +26,9 @@ from asynctp_kernels.cuda.plans.collectives import (
     scatter_call,
 )
 from asynctp_kernels.cuda.plans.direct import DirectGather
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.torch_private import register_wait
 
 Check = Callable[[], None]
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class Mover:
         rows: int,
         reduce_op: str,
         kind: str,
-        direct: Callable[[ScatterCall, GroupMemory], DirectSum | DirectTotal],
+        direct: Callable[[ReduceFacts, GroupMemory], DirectSum | DirectTotal],
         pushed: type[BulkScatter],
         check: Check | None = None,
     ) -> Tensor | None:
@@ -115,9 +115,9 @@ class Mover:
 
 def _reduction(
     memory: GroupMemory,
-    call: ScatterCall,
-    direct: Callable[[ScatterCall, GroupMemory], T],
-    pushed: Callable[[ScatterCall, GroupMemory], U],
+    call: ReduceFacts,
+    direct: Callable[[ReduceFacts, GroupMemory], T],
+    pushed: Callable[[ReduceFacts, GroupMemory], U],
 ) -> T | U | None:
     """The plan of a reduction by its transport: of one of these classes, or None, which leaves it to NCCL."""
     transport = call.wire.transport(select.requested())

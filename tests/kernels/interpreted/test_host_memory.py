@@ -28,7 +28,7 @@ def test_a_group_in_any_spelling() -> None:
     """As the ops take it; what is none is no group that nothing has to be freed of."""
     import torch.distributed as dist
     from asynctp_kernels import cuda, release
-    from asynctp_kernels.compat import process_group
+    from asynctp_kernels.torch_private import process_group
     from torch.distributed.device_mesh import init_device_mesh
 
     with imagined_ranks(2):

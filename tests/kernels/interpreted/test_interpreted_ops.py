@@ -286,8 +286,8 @@ def _special_values(rank: int, world: int, seed: int) -> list[bool]:
     torch.manual_seed(seed)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).reshape(256, 1)
-        out, full = ops.all_gather_scaled_matmul(
-            codes, one, [torch.ones(1, 1).to(dtype)], [one], [None], 0, False, torch.float32, False, True, world, group
+        out, full = ops.all_gather_matmul(
+            codes, [torch.ones(1, 1).to(dtype)], [None], 0, True, world, group, one, [one], False, torch.float32
         )
         good.append(torch.equal(full.view(torch.uint8), codes.repeat(world, 1).view(torch.uint8)))
         good.append(torch.equal(out.nan_to_num(12345.0), codes.float().repeat(world, 1).nan_to_num(12345.0)))
@@ -295,18 +295,17 @@ def _special_values(rank: int, world: int, seed: int) -> list[bool]:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).reshape(16, 16)
         codes = torch.where(codes.float().isfinite(), codes.float(), torch.ones(())).to(dtype)
-        out = ops.all_gather_scaled_matmul(
-            codes, one, [torch.eye(16).to(torch.float8_e4m3fn).t()], [one], [None], 0, False, torch.bfloat16, True,
-            False, world, group,
+        out = ops.all_gather_matmul(
+            codes, [torch.eye(16).to(torch.float8_e4m3fn).t()], [None], 0, False, world, group, one, [one], False,
+            torch.bfloat16, True,
         )[0]  # fmt: skip
         good.append(torch.equal(out.float(), codes.float().bfloat16().float().repeat(world, 1)))
     special = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, float("inf"), float("nan"), -0.0])
     values = torch.cat([torch.randn(2, 200), special.repeat(2, 1)], 1)
     zero = torch.zeros(1).to(torch.float8_e4m3fn)
-    out = ops.scaled_matmul_reduce_scatter(
-        [zero.expand(2, 1)], [zero.expand(1, 205)], [one], [one], [values[rank]], "avg", 0, torch.bfloat16, False,
-        world, group,
-    )  # fmt: skip
+    out = ops.matmul_reduce_scatter(
+        [zero.expand(2, 1)], [zero.expand(1, 205)], [values[rank]], "avg", 0, world, group, [one], [one], torch.bfloat16
+    )
     parts = values.bfloat16().float()  # each rank's part is rounded
     expected = ((parts[0] + parts[1]) / 2).bfloat16()
     good.append(torch.equal(out[0].nan_to_num(9.0, 8.0), expected.nan_to_num(9.0, 8.0)))
@@ -456,32 +455,9 @@ def _bytes_gathered(rank: int, world: int, seed: int) -> list[bool]:
     return good
 
 
-def _stamped(rank: int, world: int, seed: int) -> list[bool]:
-    """Each tile of the fused GEMM says where it ran, and when: once, in its turn on its SM; results are right."""
-    import torch.distributed as dist
-    from asynctp_kernels import cuda
-
-    good = []
-    for call, case in enumerate(STRESS[:2]):
-        case, from_own = scaled_copy(case, 40), [(rank + step + call) % world for step in range(world)]
-        with cuda.forced("fused"), cuda.stamped() as stamps:
-            good.append(_check(case, rank, world, seed, dist.group.WORLD) == "")
-        (made,) = stamps.calls()
-        tiles = made["tiles"]
-        good.append(len(tiles) == world * 2 * 3 * (1 if call else 2))  # outer 2, 40 rows; a scatter has one product
-        good.append([tile[0] for tile in tiles] == [r for r in from_own for _ in range(len(tiles) // world)])
-        good.append([tile[1] for tile in tiles] == [number % 3 for number in range(len(tiles))])
-        for sm in range(3):
-            times = [time for tile in tiles[sm::3] for time in tile[2:]]
-            good.append(times == sorted(times) and len(set(times)) == len(times))
-        with cuda.forced("fused"):
-            good.append(_check(case, rank, world, seed, dist.group.WORLD) == "" and made == stamps.calls()[0])
-    return good
-
-
 SCENARIOS = {
     2: [_cases_of, _stress, _dawdling, _poisoned, _special_values, _factors, _async_input],
-    3: [_stress, _repeated, _in_flight, _bytes_gathered, _stamped],
+    3: [_stress, _repeated, _in_flight, _bytes_gathered],
     4: [_cases_of, _subgroups],
 }
 
@@ -587,8 +563,3 @@ def test_collectives_in_flight() -> None:
 def test_async_input() -> None:
     seed, outcomes = _outcomes(2)
     assert all(all(outcome["_async_input"]) for outcome in outcomes), seed
-
-
-def test_tiles_are_stamped() -> None:
-    seed, outcomes = _outcomes(3)
-    assert all(all(outcome["_stamped"]) for outcome in outcomes), seed

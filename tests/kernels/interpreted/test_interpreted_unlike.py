@@ -143,7 +143,7 @@ def _refused(rank: int, world: int, seed: int) -> list[str]:
 
     def gather(bad: bool, kept: bool) -> torch.Tensor:
         a, b = torch.full((8, 16), rank + 1.0).bfloat16(), torch.eye(17 if bad else 16).bfloat16()
-        return ops.all_gather_matmul(a, [b], [None], 0, False, world, group.group_name, kept)[0]
+        return ops.all_gather_matmul(a, [b], [None], 0, False, world, group.group_name, all_keep=kept)[0]
 
     def scatter(bad: bool) -> torch.Tensor:
         a, b = torch.full((8 * world, 16), rank + 1.0).bfloat16(), torch.eye(17 if bad else 16).bfloat16()
@@ -186,10 +186,10 @@ def in_vain(group: Any, come: int) -> Iterator[None]:
     """
     import torch.distributed as dist
     from asynctp_kernels import signals
-    from asynctp_kernels.compat import group_store
     from asynctp_kernels.cuda.runtime import interpreted
     from asynctp_kernels.cuda.runtime.memory import existing_memory
     from asynctp_kernels.errors import timeout_s
+    from asynctp_kernels.torch_private import group_store
 
     memory = existing_memory(group)
     assert memory is not None

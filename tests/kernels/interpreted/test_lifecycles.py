@@ -222,7 +222,7 @@ for life, (swapped, late) in enumerate([(False, False), (True, False), (False, T
     new = dist.PrefixStore(f"{sys.argv[3]} {life}", store)
     dist.init_process_group("gloo", store=new, rank=rank, world_size=2)
     # gloo itself finds its peers through keys that must be new; ours are in one place for all lives
-    from asynctp_kernels import compat, meeting
+    from asynctp_kernels import torch_private, meeting
     meeting.group_store = lambda group: dist.PrefixStore("the same", store)
     if late and rank == 1:
         time.sleep(4)
@@ -369,22 +369,21 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
 real = getattr(host, where)
 
 def waits(*args):
-    if where == "_share":  # before this rank makes its file, and while the other waits for it
-        open(f"{folder}/there{rank}", "w")
-        time.sleep(60 if rank else 0)
-        return real(*args)
-    found = real(*args)
+    if where == "_reserve":
+        real(*args)
     open(f"{folder}/there{rank}", "w")
-    time.sleep(60)
-    return found
+    time.sleep(60 if rank else 0)  # until it is killed, and the other waits for it
+    if where == "host_name":
+        return real(*args)
 
 setattr(host, where, waits)
 torch.ops.asynctp.all_gather_matmul(torch.ones(4, 16), [torch.ones(16, 8)], [None], 0, False, 2, "0")
 """
 
 
-@pytest.mark.parametrize("where", ["_share", "_reserve", "_of_process"])
-def test_nothing_stays_in_shared_memory_when_all_are_killed(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["host_name", "_reserve"])
+def test_nothing_stays_in_shared_memory_of_a_rank_that_is_killed(where: str, tmp_path: Path) -> None:
+    """Before memory is made no rank has a file; after that, a rank that is left removes the files of all."""
     before = set(os.listdir("/dev/shm"))
     processes = [_forked(tmp_path, _WAITS, str(tmp_path), str(rank), where) for rank in range(2)]
     try:
@@ -394,54 +393,63 @@ def test_nothing_stays_in_shared_memory_when_all_are_killed(where: str, tmp_path
         assert len(list(tmp_path.glob("there*"))) == 2
         time.sleep(0.3)
         seen = set(os.listdir("/dev/shm")) - before
+        processes[1].kill()
+        processes[1].join()
+        if where == "_reserve":
+            processes[0].join(60)
+            assert processes[0].exitcode == 1, "it raises PeerFailed"
     finally:
         for process in processes:
             process.kill()
             process.join()
-    assert {name for name in seen if name.startswith("asynctp")} == set()
+    assert len({name for name in seen if name.startswith("asynctp")}) == (2 if where == "_reserve" else 0)
     assert {name for name in os.listdir("/dev/shm") if name.startswith("asynctp")} <= before
 
 
-def _by_name(rank: int, world: int) -> list[Any]:
-    """Peers that cannot be opened as files of their process, and a folder without files without names."""
+def _files(rank: int, world: int) -> list[Any]:
+    """Modes of the files of all ranks while they have names, what their memory holds, and the names that are left."""
     import asynctp_kernels
     import torch.distributed as dist
     from asynctp_kernels import host
 
-    group, found = dist.group.WORLD, []
     modes: list[int] = []
-    real_open, real_name = os.open, host._by_name
+    real = host._map
 
-    def by_name(offer: Any) -> int:
-        modes.append((host.SHARED_FOLDER / offer.name).stat().st_mode & 0o777)
-        return real_name(offer)
+    def mapped(path: Path, size: int) -> torch.Tensor:
+        modes.append(path.stat().st_mode & 0o777)
+        return real(path, size)
 
-    def no_nameless(path: Any, flags: int, *rest: Any, **more: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(95, "Operation not supported")
-        return real_open(path, flags, *rest, **more)
-
-    refused = mock.patch.object(host, "_of_process", side_effect=PermissionError("Permission denied"))
-    namespace = mock.patch.object(host, "pid_namespace", return_value=f"pid:[{rank}]")
-    nameless = mock.patch.object(host.os, "open", no_nameless)
-    for patches in ([refused] if rank else [], [namespace], [nameless], [nameless, namespace]):
-        with contextlib.ExitStack() as stack:
-            for patch in (mock.patch.object(host, "_by_name", by_name), *patches):
-                stack.enter_context(patch)
-            memory = asynctp_kernels.rendezvous(group, 5000)
-        memory.get_buffer(rank, [5000], torch.uint8).fill_(rank + 1)
-        dist.barrier()
-        seen = [int(memory.get_buffer(peer, [5000], torch.uint8).sum()) for peer in range(world)]
-        left = [name for name in os.listdir("/dev/shm") if name.startswith("asynctp")]
-        found.append([seen, left])
-        dist.barrier()
-    return [found, sorted(set(modes))]
+    with mock.patch.object(host, "_map", mapped):
+        memory = asynctp_kernels.rendezvous(dist.group.WORLD, 5000)
+    memory.get_buffer(rank, [5000], torch.uint8).fill_(rank + 1)
+    dist.barrier()
+    seen = [int(memory.get_buffer(peer, [5000], torch.uint8).sum()) for peer in range(world)]
+    return [seen, modes, [name for name in os.listdir("/dev/shm") if name.startswith("asynctp")]]
 
 
-def test_memory_that_can_only_be_opened_by_name() -> None:
-    for found, modes in run_ranks(2, _by_name):
-        assert found == [[[5000, 10000], []]] * 4
-        assert modes == [0o600]
+def test_files_are_the_users_own_and_lose_their_names() -> None:
+    assert run_ranks(2, _files) == [[[5000, 10000], [0o600, 0o600], []]] * 2
+
+
+def _not_shared(rank: int, world: int, folder: str) -> str:
+    """Each rank has a /dev/shm of its own, as in containers that share nothing else."""
+    import asynctp_kernels
+    import torch.distributed as dist
+    from asynctp_kernels import host
+
+    own = Path(folder, str(rank))
+    own.mkdir()
+    with mock.patch.object(host, "SHARED_FOLDER", own), pytest.raises(asynctp_kernels.SymmetricMemoryError) as caught:
+        asynctp_kernels.rendezvous(dist.group.WORLD, 64)
+    return f"{caught.value} {os.listdir(own)}"
+
+
+def test_ranks_that_do_not_share_the_folder_are_told(tmp_path: Path) -> None:
+    for said in run_ranks(2, _not_shared, str(tmp_path)):
+        assert "rank 0: the segment 'asynctp_" in said
+        assert "rank 1: the segment 'asynctp_" in said
+        assert "the ranks must share one" in said
+        assert said.endswith(" []")
 
 
 def _full(rank: int, world: int) -> list[str]:

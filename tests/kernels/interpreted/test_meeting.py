@@ -1,4 +1,4 @@
-"""How ranks find each other: attempts that are not equal in number, faults that are told, stores that are old.
+"""How ranks find each other, however often each has tried; faults that are told, and stores that are old.
 
 Ranks are threads here, and groups are only what a meeting asks of them; `test_lifecycles` has processes.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from asynctp_kernels import meeting
 from asynctp_kernels.errors import NotEnrolled, PeerFailed, PeerTimeout, SymmetricMemoryError
-from asynctp_kernels.meeting import Failure, Meeting, Process, Record, forget_failures, meet
+from asynctp_kernels.meeting import Process, Record, meet
 
 BOUND = 0.6  # seconds; a rank comes half of that before it, or after it
 
@@ -105,69 +106,64 @@ def test_the_bound_is_that_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> N
     [(0.0, 0.9), (0.9, 0.0), (0.0, 0.3, 0.9), (0.0, 0.9, 0.9), (0.0, 1.5), (0.0, 0.0, 2.1)],
     ids=str,
 )
-def test_calls_that_meet_are_the_same_call(delays: tuple[float, ...]) -> None:
-    """Each rank makes one call after the other, whatever becomes of them, and the ranks begin at different times."""
+def test_ranks_that_try_again_meet(delays: tuple[float, ...]) -> None:
+    """Each rank tries until it has met the others, and then goes on: what has met once is the same from there on."""
+    failures = []
 
-    def program(group: Any) -> list[str]:
+    def program(group: Any) -> list[list[str]]:
         time.sleep(delays[group.rank()])
-        log = []
-        for call in range(8):
-            try:
-                met = told(group, str(call))
-                assert met == [str(call)] * len(delays), "calls that are not the same have met"
-                log.append("met")
-            except (PeerTimeout, PeerFailed):
-                log.append("failed")
-        return log
+        while True:
+            with contextlib.suppress(PeerTimeout, PeerFailed):
+                met = [told(group, f"0 {group.rank()}")]
+                break
+            failures.append(group.rank())
+        return met + [told(group, f"{call} {group.rank()}", 20) for call in range(1, 4)]
 
-    first, *others = on_all(program, groups(len(delays)))
-    assert others == [first] * len(others), "what fails on one rank fails on all"
-    failures = first.index("met")
-    assert failures > 0
-    assert first[failures:] == ["met"] * (8 - failures)
+    ranks = range(len(delays))
+    assert on_all(program, groups(len(delays))) == [[[f"{call} {rank}" for rank in ranks] for call in range(4)]] * len(
+        delays
+    )
+    assert failures
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_calls_that_meet_are_the_same_call_whatever_fails(seed: int) -> None:
-    """Ranks begin at different times, and some of their calls fail by themselves."""
+def test_ranks_meet_whatever_fails(seed: int) -> None:
+    """Ranks begin at different times, and some of their attempts fail by themselves. None waits longer than that."""
     draw = random.Random(seed)
     world = draw.choice([2, 3, 4])
     delays = [draw.choice([0.0, 0.2, 0.5, 1.0]) * draw.random() for _ in range(world)]
-    faults = {(rank, call) for rank in range(world) for call in range(6) if draw.random() < 0.1}
+    faults = {(rank, attempt) for rank in range(world) for attempt in range(6) if draw.random() < 0.1}
 
     def program(group: Any) -> int:
         time.sleep(delays[group.rank()])
         met = 0
-        for call in range(14):
+        for attempt in range(14):
+            begun = time.monotonic()
             with contextlib.suppress(PeerTimeout, PeerFailed, ZeroDivisionError), meet(group, "call", 0.3) as here:
-                if (group.rank(), call) in faults:
+                if (group.rank(), attempt) in faults:
                     raise ZeroDivisionError
-                assert here.exchange("text", str(call)) == [str(call)] * world
+                assert here.exchange("text", "x") == ["x"] * world
                 met += 1
+            assert time.monotonic() - begun < 5
         return met
 
     assert all(met > 0 for met in on_all(program, groups(world)))
 
 
-def test_ranks_that_try_unequally_often_meet_after_a_release() -> None:
+def test_ranks_that_try_unequally_often_meet() -> None:
     first, second = groups(2)
     for _ in range(3):
         with pytest.raises(PeerTimeout):
             told(first, seconds=0.05)
-        forget_failures(first)
     with pytest.raises(PeerTimeout):
         told(second, seconds=0.05)
-    for group in (second, first):
-        forget_failures(group)
     assert on_all(lambda group: told(group, seconds=20), [first, second]) == [["0", "1"]] * 2
 
 
-def test_a_rank_that_never_tried_meets_the_others_after_a_release() -> None:
+def test_a_rank_that_never_tried_meets_the_others() -> None:
     first, second = groups(2)
     with pytest.raises(PeerTimeout):
         told(first, seconds=0.05)
-    for group in (first, second):
-        forget_failures(group)
     assert on_all(lambda group: told(group, seconds=20), [first, second]) == [["0", "1"]] * 2
 
 
@@ -239,29 +235,13 @@ def test_a_fault_of_one_rank_is_told_at_once(error: BaseException, late: bool) -
         said = f"first call: rank 1 failed, so that rank {rank} cannot go on: {type(error).__name__}"
         assert str(outcomes[rank]).startswith(said)
         assert "asynctp_kernels.release(group) on every rank" in str(outcomes[rank])
-    assert on_all(lambda group: told(group, seconds=20), ranks) == [["0", "1", "2"]] * 3, "it counts once on every rank"
-
-
-def test_a_fault_after_the_last_message_is_of_the_next_call() -> None:
-    first, second = groups(2)
-
-    def program(group: Any) -> list[str]:
-        with meet(group, "call", 20) as here:
-            found = here.exchange("text", "x")
-            if group is second:
-                raise KeyboardInterrupt
-        return found
-
-    outcomes = on_all(program, [first, second])
-    assert outcomes[0] == ["x", "x"]
-    with pytest.raises(PeerFailed, match="KeyboardInterrupt"):
-        on_all_raise(lambda group: told(group, seconds=2), [first, second])
+    assert on_all(lambda group: told(group, seconds=20), ranks) == [["0", "1", "2"]] * 3, "they may try again"
 
 
 def test_a_fault_after_a_message_does_not_take_it_back() -> None:
-    """The message is looked for again once the sender is known to have failed; that failure still counts."""
+    """The message is looked for again once the sender is known to have failed."""
     first, second = groups(2)
-    hidden: list[str] = []
+    failed, looks = threading.Event(), []
 
     def program(group: Any) -> list[str]:
         with meet(group, "call", 20) as here:
@@ -269,31 +249,23 @@ def test_a_fault_after_a_message_does_not_take_it_back() -> None:
                 real = here._get
 
                 def get(key: str) -> str | None:
-                    if key.endswith("text/1") and not hidden:
-                        hidden.append(key)
-                        while not meeting._ledgers[second].failures:
-                            time.sleep(0.01)
-                        time.sleep(0.1)
-                        return None
+                    if key.endswith("text/1"):
+                        looks.append(key)
+                        if len(looks) == 1:
+                            failed.wait(10)
+                            return None
                     return real(key)
 
                 here._get = get  # type: ignore[method-assign]
             found = here.exchange("text", "x")
             if group is second:
-                raise KeyboardInterrupt
+                here.fail(KeyboardInterrupt())
+                failed.set()
         return found
 
     assert on_all(program, [first, second])[0] == ["x", "x"]
-    assert hidden
-    with pytest.raises(PeerFailed, match="KeyboardInterrupt"):
-        on_all_raise(lambda group: told(group, seconds=2), [first, second])
-
-
-def on_all_raise(do: Callable[[Any], Any], ranks: list[Any]) -> None:
-    """As `on_all`, raising what the first rank raised."""
-    outcome = on_all(do, ranks)[0]
-    if isinstance(outcome, BaseException):
-        raise outcome
+    assert len(looks) == 2
+    assert on_all(lambda group: told(group, seconds=20), [first, second]) == [["0", "1"]] * 2
 
 
 @pytest.mark.parametrize("bad", [(1,), (0, 2), (0, 1, 2)])
@@ -353,7 +325,8 @@ def test_a_process_that_ended_is_not_waited_for() -> None:
                 here.exchange("text", "")
             else:  # it is killed here
                 here._process = gone
-                here._post_record()
+                seen, here._seen = here._seen, ()
+                here._saw(seen)
 
     outcomes = on_all(program, [first, second])
     assert isinstance(outcomes[0], PeerFailed)
@@ -427,7 +400,6 @@ class _DeadStore:
 def test_a_store_that_does_not_answer_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"the store of group 'tp' does not answer \(.*Connection reset.*Restart"):
         told(Group(0, 2, _DeadStore()))
-    forget_failures(Group(0, 2, _DeadStore()))  # type: ignore[arg-type]
 
 
 def test_a_group_that_torch_does_not_know_cannot_be_enrolled() -> None:
@@ -464,48 +436,26 @@ def test_a_forked_child_has_attempts_of_its_own() -> None:
         time.sleep(0.1)
         child = os.fork()
         if child == 0:
-            os._exit(int(any(ledger.turn.locked() for ledger in meeting._ledgers.values())))
+            os._exit(int(any(member.turn.locked() for member in meeting._members.values())))
         assert os.waitpid(child, 0)[1] == 0
         assert told(second, seconds=20) == waiting.result() == ["0", "1"]
 
 
-@pytest.mark.parametrize(
-    ("own", "told", "same"),
-    [
-        (("a", "b", None), ("a", "b", "c"), True),  # both have seen each other
-        (("a", "b", None), (None, "b", "c"), True),  # rank 2 has not seen this rank, but rank 1
-        (("a", None, None), ("a", "b", None), True),  # told by one that came late
-        (("a", None, None), ("a2", "b", None), False),  # the next attempt of this rank, not this one
-        (("a", "b", None), ("a", "b2", "c"), False),  # rank 1's next attempt, which an attempt that failed before saw
-        (("a", "b", None), (None, "b2", "c"), False),
-        (("a", None, None), (None, "b", "c"), False),  # nothing in common
-    ],
-)
-def test_which_failures_are_one(own: Any, told: Any, same: bool) -> None:
-    mine, other = Failure(frozenset("x"), own, 0, ""), Failure(frozenset("y"), told, 2, "")
-    assert mine.same(0, other) == same
-    assert mine.same(0, Failure(frozenset("xy"), told, 2, "")), "they say so"
-
-
 def test_a_record_comes_back_as_it_was() -> None:
-    here = Meeting(meeting._Ledger(), groups(2)[0], "call", 1.0)
-    failures = (
-        Failure(frozenset("ab"), ("a", None), 1, "so", "session"),
-        Failure(frozenset("c"), (None, "c"), 0, "and so"),
-    )
-    record = Record("n", ("n", None), failures, here._process)
+    record = Record("n", ("n", None), Process.own())
     assert Record.from_json(record.to_json()) == record
 
 
-def test_an_interrupt_between_writing_and_remembering_is_no_other_rank() -> None:
-    """A record may be newer than this rank knows."""
+def test_an_interrupt_after_a_record_is_written_is_no_other_rank() -> None:
     first, second = groups(2)
-    ledger = meeting._ledgers.setdefault(first, meeting._Ledger())
     with pytest.raises(PeerTimeout):
         told(first, seconds=0.05)
-    before = ledger.posted
-    with pytest.raises(PeerTimeout):
+    swap = meeting.Meeting._swap
+
+    def interrupted(*given: Any) -> str:
+        swap(*given)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(meeting.Meeting, "_swap", interrupted), pytest.raises(KeyboardInterrupt):
         told(first, seconds=0.05)
-    ledger.posted = before
-    forget_failures(second)
     assert on_all(lambda group: told(group, seconds=20), [first, second]) == [["0", "1"]] * 2

@@ -161,7 +161,7 @@ def _gemm(call: Gemm) -> Found:
         "CHUNKS": chunks, "B_K_MAJOR": True, "A_SCALE": mode, "SCALE_TRAVELS": False, "B_SCALE": mode, "BIAS": 0,
         "OUT": tl.bfloat16, "ROUNDED": tl.bfloat16, "IMPRECISE": None, "BM": BM, "BN": BN, "BK": BK, "SPLIT": 2,
         "GROUP_M": call.group if call.gathers else min(call.group, call.chunk), "SLOTS": call.programs,
-        "PROGRAMS": call.programs * call.shares, "STAMPS": False, "FACTOR": 1.0,
+        "PROGRAMS": call.programs * call.shares, "FACTOR": 1.0,
     }  # fmt: skip
     multiply, store_tile = kernels.multiply, kernels.store_tile
 

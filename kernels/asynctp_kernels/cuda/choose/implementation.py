@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 from asynctp_kernels.cuda.choose.cost import Estimate
 from asynctp_kernels.cuda.choose.tiles import Tiles
-from asynctp_kernels.cuda.choose.wire import TRANSPORTS
-
-Call = TypeVar("Call")
 
 
 @dataclass(frozen=True)
@@ -35,27 +32,44 @@ class Choice:
     tiles: Tiles | None = None
 
 
-@dataclass(frozen=True)
-class Implementation(Generic[Call]):
-    """One way to run a kind of call.
+class Ahead(NamedTuple):
+    """By which part of its time an implementation has to be faster than another one, `of`, to be chosen before it.
 
-    Attributes:
-        name: A key of `wire.TRANSPORTS`, which says by which wires it moves a call's data.
-        refuses: Checks, in order: each gives the reason why a call cannot run, or None. The first reason counts.
-        estimate: What a call costs; None for what runs only where no other entry can.
-        make: The plan of a call, given the call, the memory of its group, and the choice.
+    beside: where kernels of other groups may run beside it.
     """
 
-    name: str
-    refuses: Sequence[Callable[[Call], str | None]]
-    estimate: Estimate | None
-    make: Callable[[Call, Any, Choice], Any]
+    of: str
+    alone: float
+    beside: float
 
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """The wires by which it can move a call's data; the first where it is asked for by name."""
-        return TRANSPORTS[self.name]
 
-    def refusal(self, call: Call) -> str | None:
+Check = Callable[[Any], str | None]
+"""Why a call cannot run so, or None."""
+
+
+class Implementation:
+    """One way to run a kind of call: a plan's class is its entry in the table of implementations.
+
+    Attributes:
+        name: As users give and see it.
+        transports: The wires by which it can move a call's data; the first where it is asked for by name.
+        refuses: Checks, in order: each gives the reason why a call cannot run, or None. The first reason counts.
+        estimate: What a call costs; None for what runs only where no other entry can.
+        ahead: What it has to be ahead of, or None.
+    """
+
+    name: ClassVar[str]
+    transports: ClassVar[tuple[str, ...]]
+    refuses: ClassVar[Sequence[Check]] = ()
+    estimate: ClassVar[Estimate | None] = None
+    ahead: ClassVar[Ahead | None] = None
+
+    @classmethod
+    def refusal(cls, call: Any) -> str | None:
         """Why `call` cannot run so, whatever the wire is."""
-        return next((reason for check in self.refuses if (reason := check(call)) is not None), None)
+        return next((reason for check in cls.refuses if (reason := check(call)) is not None), None)
+
+    @classmethod
+    def plan(cls, call: Any, memory: Any, choice: Choice) -> Any:
+        """The plan of a call, in the memory of its group."""
+        return cls(call, memory)  # type: ignore[call-arg]

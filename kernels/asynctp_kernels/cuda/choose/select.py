@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asynctp_kernels.cuda.choose import names, tables
+from asynctp_kernels.cuda.choose import tables
 from asynctp_kernels.cuda.choose.cost import Problem as Problem
 from asynctp_kernels.cuda.choose.cost import Rates as Rates
 from asynctp_kernels.cuda.choose.cost import chunks_for, fused_tiles
@@ -27,13 +27,14 @@ from asynctp_kernels.signals import IS_INTERPRETED
 
 #: where no other can make a call's matmuls: the collective on the group's wire, PyTorch's matmuls
 WHOLE = "whole"
-IMPLEMENTATIONS = tuple(name for name in TRANSPORTS if name != WHOLE)
 VARIABLE = "ASYNCTP_CUDA_IMPLEMENTATION"
-#: See `fastest`. The second is where other groups' kernels run beside it: cuBLAS range by range takes 2 to 54 % more
-#: time there than "fused" in shares. Source: `docs/results/2026-11-28-h200x4/beside.jsonl`
-DECOMPOSED_AHEAD, BESIDE_AHEAD = 0.01, 0.05
 TABLE_VARIABLE = "ASYNCTP_TUNING_TABLE"
 _SHIPPED = Path(__file__).with_name("measured.json")
+
+
+def offered() -> tuple[str, ...]:
+    """The names of the implementations that are measured, and that a table may have."""
+    return tuple(name for name in TRANSPORTS if name != WHOLE)
 
 
 # --- choosing --------------------------------------------------------------------------------------------------
@@ -66,8 +67,6 @@ def _from_environment() -> str | None:
 
 
 def _checked(name: str, where: str) -> str:
-    """The implementation that `name` stands for, maybe in an older spelling."""
-    name = names.current(name, where)
     if name not in TRANSPORTS:
         raise ValueError(f"asynctp: {where}={name!r} is not valid; it must be one of {', '.join(TRANSPORTS)}")
     return name
@@ -75,7 +74,7 @@ def _checked(name: str, where: str) -> str:
 
 def choose(
     problem: Problem,
-    entries: Sequence[Implementation[Any]],
+    entries: Sequence[type[Implementation]],
     refused: dict[str, str],
     sms: int,
     device_name: str,
@@ -101,32 +100,32 @@ def choose(
         if wanted in refused:
             raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {refused[wanted]}")
         return Choice(wanted, "forced", {}, refused, **settings)
-    able = {each.name: each.estimate for each in entries if each.estimate is not None and each.name not in refused}
+    able = {each.name: each for each in entries if each.estimate is not None and each.name not in refused}
     if not able:
         return Choice(WHOLE, "only one that can", {}, refused, **settings)
     if IS_INTERPRETED:  # nothing is fast: what has most to show
         return Choice(next(iter(able)), "interpreted", {}, refused, **settings)
-    estimates = {name: round(estimate(problem, rates, sms), 1) for name, estimate in able.items()}
+    models = {name: each.estimate for name, each in able.items() if each.estimate is not None}
+    estimates = {name: round(estimate(problem, rates, sms), 1) for name, estimate in models.items()}
     measured = measured_choice(problem, device_name, table)
-    if beside and measured == "decomposed" and "fused" in able and "decomposed" in able:
-        rivals = {name: estimates[name] for name in (measured, "fused")}
-        return Choice(fastest(rivals, BESIDE_AHEAD), "cost model", estimates, refused, **settings)
     if measured in able:
-        return Choice(measured, "measured", estimates, refused, **settings)
+        ahead = able[measured].ahead
+        if not beside or ahead is None or ahead.of not in able:
+            return Choice(measured, "measured", estimates, refused, **settings)
+        rivals = {name: estimates[name] for name in (measured, ahead.of)}
+        return Choice(fastest(rivals, entries, beside), "cost model", estimates, refused, **settings)
     source = "cost model" if len(able) > 1 else "only one that can"
-    ahead = BESIDE_AHEAD if beside else DECOMPOSED_AHEAD
-    return Choice(fastest(estimates, ahead), source, estimates, refused, **settings)
+    return Choice(fastest(estimates, entries, beside), source, estimates, refused, **settings)
 
 
-def fastest(times: Mapping[str, float], ahead: float = DECOMPOSED_AHEAD) -> str:
-    """The implementation with the least time; "decomposed" only if it is `ahead` of "fused", not equal to it.
-
-    Its gathers that return A stage first, and wait for the slowest rank where "fused" already multiplies its own rows;
-    and a call on new addresses takes it half as much host time again. A benchmark, whose ranks come together and whose
-    calls come again, shows neither.
-    """
-    close = "fused" in times and times.get("decomposed", 0.0) > times["fused"] * (1 - ahead)
-    return min((name for name in times if not (close and name == "decomposed")), key=lambda name: times[name])
+def fastest(times: Mapping[str, float], entries: Sequence[type[Implementation]], beside: bool = False) -> str:
+    """The implementation with the least time; one that has to be ahead of another only where it is (`Ahead`)."""
+    last: set[str] = set()
+    for each in entries:
+        if each.name in times and each.ahead is not None and each.ahead.of in times:
+            part = each.ahead.beside if beside else each.ahead.alone
+            last |= {each.name} if times[each.name] > times[each.ahead.of] * (1 - part) else set()
+    return min((name for name in times if name not in last), key=lambda name: times[name])
 
 
 # --- the measured table ------------------------------------------------------------------------------------------
@@ -145,7 +144,7 @@ def read_tuned(path: Path) -> tables.Table:
     Raises:
         ValueError: The file is damaged, or cannot be read.
     """
-    return tables.read(path, IMPLEMENTATIONS)
+    return tables.read(path, offered())
 
 
 @functools.cache

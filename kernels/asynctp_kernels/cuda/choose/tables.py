@@ -21,8 +21,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from asynctp_kernels.cuda.choose import names
-
 ByRows = dict[str, str]
 Problems = dict[str, ByRows]
 Table = dict[str, Problems]
@@ -120,8 +118,7 @@ def _checked(path: Path, loaded: Any, implementations: Sequence[str]) -> Table:
         for key, by_rows in _entries(path, problems, (gpu,), _is_key, KEY_FORM):
             limit = f"a number of rows, from 1 to {MOST_ROWS}"
             for rows, given in _entries(path, by_rows, (gpu, key), _is_count, limit):
-                by_rows[rows] = names.current(given, f"the tuning table {path}") if isinstance(given, str) else given
-                if by_rows[rows] not in implementations:
+                if given not in implementations:
                     place = _place((gpu, key, rows))
                     _refuse(path, f"{place} is {_shown(given)}; it must be one of {', '.join(implementations)}")
     found: Table = loaded

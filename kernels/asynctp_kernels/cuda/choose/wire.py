@@ -27,14 +27,8 @@ from asynctp_kernels.signals import IS_INTERPRETED
 
 DIRECT, PUSH, PULL, PLAIN = "direct", "push", "pull", "plain"
 #: of implementations, by the names that users give and see: the transports by which they can move a call's data. Where
-#: all ranks ask for one by name, its first is the call's. The order is that of preference.
-TRANSPORTS: dict[str, tuple[str, ...]] = {
-    "fused": (PUSH, PULL),
-    "decomposed": (PUSH, PULL),
-    "direct": (DIRECT,),
-    "sequential": (PLAIN,),
-    "whole": (PUSH, PULL, DIRECT),
-}
+#: all ranks ask for one by name, its first is the call's. `cuda.implementations` fills it, from its tables.
+TRANSPORTS: dict[str, tuple[str, ...]] = {}
 SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INT32_LIMIT = (1 << 31) - (1 << 16)  # what kernels count in, less a block
 DIRECT_LIMIT = 64 << 20  # bytes of one slot: what arrives from all ranks together

@@ -1,7 +1,8 @@
 """cuBLAS matmuls as the pipelines need them: into a given place, with scales and bias.
 
-A plain matmul is a public torch op; a scaled one has no public equivalent with an output argument (`compat`). cuBLAS
-scales fp8 only: of other operands the matmul is made in their own dtype, in int32 of int8, and multiplied after it.
+A plain matmul is a public torch op; a scaled one has no public equivalent with an output argument (`torch_private`).
+cuBLAS scales fp8 only. The matmul of other operands is made in their own dtype, in int32 of int8, and multiplied after
+it.
 
 Scales of blocks of 128 along K are fp32 too: of 1 or 128 rows of A ([M, K/128], [M/128, K/128]), and of 1 or 128
 columns of B ([K/128, N], [K/128, N/128]), sizes rounded up. cuBLAS takes them in pairs (`IN_BLOCKS`), each laid out in
@@ -16,15 +17,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import int_mm, scaled_mm, scaled_mm_in_blocks
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.signals import IS_INTERPRETED
+from asynctp_kernels.torch_private import int_mm, scaled_mm, scaled_mm_in_blocks
 
 BLOCK = 128
 Recipe = tuple[str, str]
 """Blocks that the scales of A and of B are of, as in `IN_BLOCKS`."""
 #: of A and of B. Source: the cuBLAS documentation, "Element 1D and 128x128 2D Block Scaling for FP8 Data Types"
 IN_BLOCKS = (("1x128", "128x128"), ("128x128", "1x128"), ("1x128", "1x128"))
+#: `torch.nn.functional.ScalingType`, by its values
+_SCALING_TYPES = {"1x128": 4, "128x128": 5}
 #: numbers between two columns of K/128 scales: cuBLAS reads 16 bytes at a time. So it does rows of A with a scale each.
 SCALES_TOGETHER = 4
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -73,7 +76,8 @@ def matmul(
     row = None if bias is None else bias.reshape(-1)
     if (recipe := block_recipe(a.shape[0], b, a_scale, b_scale)) is not None:
         scales = _a_blocks(a_scale, recipe[0]), _b_blocks(b_scale, recipe[1])
-        return scaled_mm_in_blocks(a, b, *scales, recipe, row, scaling.out_dtype, scaling.fast, out)
+        types = _SCALING_TYPES[recipe[0]], _SCALING_TYPES[recipe[1]]
+        return scaled_mm_in_blocks(a, b, *scales, types, row, scaling.out_dtype, scaling.fast, out)
     rows, columns = _matching(a_scale, b_scale, a.shape[0], b.shape[1])
     return scaled_mm(a, b, rows, columns, row, scaling.out_dtype, scaling.fast, out)
 

@@ -57,7 +57,6 @@ def prepare_gemm(
     inbox: bool = False,
     clears: bool = True,
     async_input: bool = False,
-    stamps: bool = False,
     rounded: torch.dtype | None = None,
     factor: float = 1.0,
 ) -> Launch:
@@ -79,7 +78,6 @@ def prepare_gemm(
         clears: The GEMM is the only reader of the words of chunks, and clears them.
         async_input: The gather's GEMM, with a word of the caller's for each chunk.
         rounded: The dtype that a matmul is rounded to before it is stored as `out_dtype`; None: that.
-        stamps: Of every tile, after the count of programs that are done (`stamps.StampTable.done`).
         factor: What every result is multiplied by, once rounded.
     """
     constants = {
@@ -104,7 +102,6 @@ def prepare_gemm(
         "GROUP_M": tiles.group_m,
         "SLOTS": programs,
         "PROGRAMS": programs * shares,
-        "STAMPS": stamps,
         "FACTOR": factor,
     }
     rounds_once = rounded in (None, out_dtype)

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from asynctp_kernels.numerics import exact_f32, round_to, scale_and_bias
-from asynctp_kernels.signals import INTERPRETED, IS_INTERPRETED, clock_ns, load_acquire
+from asynctp_kernels.signals import INTERPRETED, IS_INTERPRETED, load_acquire
 
 if IS_INTERPRETED:
 
@@ -131,12 +131,6 @@ else:
 #: tiles are published among the matmuls of the next one, after so many steps over K more than one: by then their
 #: stores are over
 LATE = tl.constexpr(2)
-
-
-@triton.jit
-def stamp(done_ptr: tl.tensor, tile: tl.tensor, NUMBER: tl.constexpr, value: tl.tensor) -> None:
-    """Store an int64 of a tile's four, which lie after the count of programs (`stamps`)."""
-    tl.store(done_ptr.to(tl.pointer_type(tl.int64)) + 1 + 4 * tile + NUMBER, value)
 
 
 @triton.jit
@@ -341,7 +335,6 @@ def gemm_kernel(
     GROUP_M: tl.constexpr,
     SLOTS: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    STAMPS: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
     """Every matmul of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
@@ -357,8 +350,7 @@ def gemm_kernel(
 
     A chunk is `chunk_size` rows of a gather's source, or row tiles of a scatter's destination; of a scatter's own rows,
     `own_tiles` row tiles. A scale is absent (0), one element (1), or one per row or column (2). A matmul is rounded to
-    ROUNDED, multiplied by FACTOR, and stored as OUT, which may be wider. STAMPS: each tile says when it was reached,
-    when its rows were there and when it was handed to the TMA unit, in ns, and on which SM.
+    ROUNDED, multiplied by FACTOR, and stored as OUT, which may be wider.
     """
     tiles_q = tl.cdiv(inner, BM)
     tiles_m = outer * tiles_q
@@ -389,8 +381,6 @@ def gemm_kernel(
         p = tile_m // tiles_q
         q = (tile_m % tiles_q) * BM
         block = p * world + peer
-        if STAMPS:
-            stamp(done_ptr, tile, 0, clock_ns())
 
         b_out = b0
         c = c0
@@ -430,8 +420,6 @@ def gemm_kernel(
                 a_block += await_word(words + peer, chunk - peer * CHUNKS + 1, known.to(tl.int32))
             else:
                 a_block += await_word(words + chunk, value, known.to(tl.int32))
-        if STAMPS:
-            stamp(done_ptr, tile, 1, clock_ns())
         col = (tile_n - first_tile) * BN
 
         acc = tl.zeros((BM, BN), dtype=tl.float32)
@@ -545,9 +533,6 @@ def gemm_kernel(
             stays = (chunk == following[4]) & (after < end)
             publish(words + chunk, tl.where(stays, 0, uncounted + 1))
             uncounted = tl.where(stays, uncounted + 1, 0)
-        if STAMPS:
-            stamp(done_ptr, tile, 2, clock_ns())
-            stamp(done_ptr, tile, 3, tl.program_id(0) if INTERPRETED else tl.extra.cuda.smid())
     if LATER:
         publish(words + behind - 1, uncounted)
     if OWN:

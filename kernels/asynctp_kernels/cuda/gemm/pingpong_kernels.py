@@ -52,7 +52,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from asynctp_kernels import signals
 from asynctp_kernels.cuda.gemm import gemm_kernels
 
 DTYPES = {
@@ -76,8 +75,6 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 tile_of = gluon.jit(gemm_kernels.tile_of.fn)
 ends_of = gluon.jit(gemm_kernels.ends_of.fn)
 share_of = gluon.jit(gemm_kernels.share_of.fn)
-stamp = gluon.jit(gemm_kernels.stamp.fn)
-clock_ns = gluon.jit(signals.clock_ns.fn)
 
 
 def with_layout(descriptor: Any) -> TensorDescriptor:
@@ -129,12 +126,6 @@ def publish_by_warp(counter: tl.tensor) -> None:
         is_pure=False,
         pack=1,
     )
-
-
-@gluon.jit
-def smid() -> tl.tensor:
-    """Number of this SM."""
-    return gl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -198,7 +189,6 @@ def load_tiles(
     as_: tl.tuple,
     bs: tl.tuple,
     words: tl.tensor,
-    done_ptr: tl.tensor,
     value: tl.tensor,
     sizes: tl.tuple,
     ends: tl.tuple,
@@ -212,7 +202,6 @@ def load_tiles(
     GROUP_M: gl.constexpr,
     SLOTS: gl.constexpr,
     PROGRAMS: gl.constexpr,
-    STAMPS: gl.constexpr,
 ) -> None:
     """The loader."""
     OUTS: gl.constexpr = COUNT if GATHER else 1
@@ -230,8 +219,6 @@ def load_tiles(
         step, peer, tile_m, tile_n, chunk = tile_of(
             tile, tiles_m, tiles_n, rank, world, chunk_size, own_tiles, inner, GATHER, CHUNKS, GROUP_M, BM
         )
-        if STAMPS:
-            stamp(done_ptr, tile, 0, clock_ns())
         a = as_[0]
         a_block = block_of(step, peer, tile_m // tiles_q, rank, world, outer, OWN, INBOX)
         if GATHER:
@@ -244,8 +231,6 @@ def load_tiles(
                 await_by_warp(words + peer, chunk - peer * CHUNKS + 1, known)
             else:
                 await_by_warp(words + chunk, value, known)
-        if STAMPS:
-            stamp(done_ptr, tile, 1, clock_ns())
         row = (tile_m % tiles_q) * BM
         number, first = operand_of(tile_n, ends, OUTS)
         b = pick(number, bs, OUTS)
@@ -377,7 +362,6 @@ def multiply_tiles(
 def store_tiles(
     cs: tl.tuple,
     words: tl.tensor,
-    done_ptr: tl.tensor,
     sizes: tl.tuple,
     ends: tl.tuple,
     results: tl.tuple,
@@ -389,7 +373,6 @@ def store_tiles(
     GROUP_M: gl.constexpr,
     SLOTS: gl.constexpr,
     PROGRAMS: gl.constexpr,
-    STAMPS: gl.constexpr,
 ) -> None:
     """The storer."""
     outer, inner, rank, world, chunk_size, own_tiles, tiles_m, tiles_n, _steps_k = sizes
@@ -418,9 +401,6 @@ def store_tiles(
             tma.store_wait(0)  # until it was read
             mbarrier.arrive(c_empty.index(which), count=1)
         made += 1  # noqa: SIM113 - the dialect has no `enumerate`
-        if STAMPS:
-            stamp(done_ptr, tile, 2, clock_ns())
-            stamp(done_ptr, tile, 3, smid())
         if not GATHER:
             publish_by_warp(words + chunk)
 
@@ -486,7 +466,6 @@ def gemm_kernel(
     GROUP_M: gl.constexpr,
     SLOTS: gl.constexpr,
     PROGRAMS: gl.constexpr,
-    STAMPS: gl.constexpr,
     FACTOR: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -540,12 +519,12 @@ def gemm_kernel(
                 GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, SLOTS, PROGRAMS,
             )),
             (load_tiles, (
-                as_, bs, words, done_ptr, value, sizes, ends, stages,
-                GATHER, OWN, INBOX, COUNT, CHUNKS, B_K_MAJOR, GROUP_M, SLOTS, PROGRAMS, STAMPS,
+                as_, bs, words, value, sizes, ends, stages,
+                GATHER, OWN, INBOX, COUNT, CHUNKS, B_K_MAJOR, GROUP_M, SLOTS, PROGRAMS,
             )),
             (store_tiles, (
-                cs, words, done_ptr, sizes, ends, results,
-                BM, BN, GATHER, OUTS, CHUNKS, GROUP_M, SLOTS, PROGRAMS, STAMPS,
+                cs, words, sizes, ends, results,
+                BM, BN, GATHER, OUTS, CHUNKS, GROUP_M, SLOTS, PROGRAMS,
             )),
         ],
         [MULTIPLIER, 1, 1],

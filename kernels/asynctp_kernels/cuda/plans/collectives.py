@@ -23,19 +23,20 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import gather_into
 from asynctp_kernels.cuda.choose.tiles import in_blocks
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.plans.direct import DirectAllReduce, DirectScatter
 from asynctp_kernels.cuda.plans.gather import GatherPlan
-from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors
+from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, untold
 from asynctp_kernels.cuda.plans.scatter import PushedScatter, WholeScatter
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.recordings import OF_ONE_KERNEL, Work
 from asynctp_kernels.cuda.runtime.script import Step
+from asynctp_kernels.torch_private import gather_into
 
 NAME = "copy engine"
 WHOLE = "whole"
@@ -62,7 +63,7 @@ class BulkGather(GatherPlan):
     name = NAME
     transport: GatherTransport
 
-    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+    def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
         if call.kept:
             # a copy within a GPU is a kernel that takes all SMs, also by the copy engine's name: others are to compute
             self.transport = GatherPull(
@@ -90,7 +91,7 @@ class CopiedGather(GatherPlan):
     cublas = False
     transport: GatherTransport
 
-    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+    def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
         if call.kept:
             chunks = in_blocks(1, call.layout.inner)
             self.transport = GatherPull(call, memory, chunks, untold, stage_keeps=True)
@@ -113,7 +114,7 @@ class BulkScatter(PushedScatter):
     name = NAME
     streams_wait = True
 
-    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+    def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         whole = in_blocks(1, call.layout.inner)
         super().__init__(call, memory, whole, whole, tiles_n=0)
         self.counts = memory.idle  # the GEMM of a later call may already count while this one's sum clears
@@ -143,7 +144,7 @@ class PushedTotal(BulkScatter):
 
     shares = True
 
-    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+    def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         one = in_blocks(1, 1)
         PushedScatter.__init__(self, call, memory, one, one, tiles_n=0, layout=call.parts)
         self.new_output = self.new_staging
@@ -183,15 +184,15 @@ def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:
     return whole
 
 
-def gather_call(shard: Tensor, numbers: Tensor | None, world: int, kept: bool, accord: int = 0) -> GatherCall:
+def gather_call(shard: Tensor, numbers: Tensor | None, world: int, kept: bool, accord: int = 0) -> GatherFacts:
     """A gather of shards like `shard` [m, *, n], and of numbers [1, count], with no matmul."""
-    return GatherCall(shard, None, (), (), (), 0, False, shard.dtype, False, True, world, numbers, kept, accord)
+    return GatherFacts(shard, (), (), 0, True, world, along_shard=numbers, all_keep=kept, accord=accord)
 
 
 def scatter_call(
     whole: Tensor, reduce_op: str, world: int, kind: str = "reduce_scatter", accord: int = 0
-) -> ScatterCall:
+) -> ReduceFacts:
     """A scatter of tensors like `whole` [world * m, *, n]: of a matmul whose B only says its width."""
     b = whole.new_empty(0, whole.shape[-1])
-    parts = ((whole,), (b,), (), (), (None,))
-    return ScatterCall(*parts, reduce_op, 0, whole.dtype, False, world, kind, accord=accord)
+    scatter_dim = None if kind == "all_reduce" else 0
+    return ReduceFacts((whole,), (b,), (None,), reduce_op, scatter_dim, world, accord=accord)

@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
+from asynctp_kernels.cuda.checks import (
+    ANY,
+    cublas_takes_gathered,
+    cublas_takes_scattered,
+    few_row_ranges,
+    parts_in_cublas_blocks,
+    range_in_cublas_blocks,
+    rows_are_gathered,
+    rows_are_scattered,
+    rows_for_all,
+    rows_of_a_contiguous,
+)
+from asynctp_kernels.cuda.choose import cost
+from asynctp_kernels.cuda.choose.cost import Estimate
+from asynctp_kernels.cuda.choose.implementation import Ahead, Check
 from asynctp_kernels.cuda.choose.tiles import in_blocks
+from asynctp_kernels.cuda.choose.wire import PULL, PUSH
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts, part_rows
 from asynctp_kernels.cuda.gemm.cublas import ranges
 from asynctp_kernels.cuda.plans.gather import GatherPlan
-from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors
+from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_event
 from asynctp_kernels.cuda.plans.scatter import PushedScatter
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors, part_rows
+from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, GroupMemory
 from asynctp_kernels.cuda.runtime.script import Await, Step
+
+#: Its gathers that return A stage first, and wait for the slowest rank where "fused" already multiplies its own rows;
+#: and a call on new addresses takes it half as much host time again. A benchmark, whose ranks come together and whose
+#: calls come again, shows neither. Where other groups' kernels run beside it, cuBLAS range by range takes 2 to 54 %
+#: more time than "fused" in shares. Source of that: `docs/results/2026-11-28-h200x4/beside.jsonl`
+AHEAD = Ahead("fused", alone=0.01, beside=0.05)
 
 
 class DecomposedGather(GatherPlan):
     """cuBLAS for each range of a source's rows, after its chunks. Only for a few: there is one in each outer block."""
 
     name = "decomposed"
+    transports = (PUSH, PULL)
+    refuses = (*ANY, rows_are_gathered, cublas_takes_gathered, few_row_ranges, range_in_cublas_blocks)
+    estimate = cost.decomposed
+    ahead = AHEAD
     transport: GatherTransport
 
-    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+    def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
         if call.kept:
             chunks = in_blocks(call.outer, call.layout.inner)
             # a copy of the own rows by themselves would come before the last matmul, or take SMs from another
@@ -64,8 +92,14 @@ class DecomposedScatter(PushedScatter):
     """
 
     name = "decomposed"
+    transports = (PUSH, PULL)
+    refuses: ClassVar[Sequence[Check]] = (
+        *ANY, rows_are_scattered, cublas_takes_scattered, few_row_ranges, rows_of_a_contiguous, range_in_cublas_blocks,
+    )  # fmt: skip
+    estimate: ClassVar[Estimate | None] = cost.decomposed
+    ahead = AHEAD
 
-    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+    def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         blocks = in_blocks(call.outer, call.layout.inner)
         super().__init__(call, memory, blocks, blocks, tiles_n=0)
         self.extra_shape = (self.layout.inner, self.layout.cols)
@@ -94,9 +128,11 @@ class DecomposedScatter(PushedScatter):
 class DecomposedAllReduce(DecomposedScatter):
     """cuBLAS for the rows of each rank's part, the own one last; sums are shared. Parts need not be whole rows."""
 
+    refuses = (*ANY, rows_for_all, cublas_takes_scattered, rows_of_a_contiguous, parts_in_cublas_blocks)
+    estimate = cost.then_shared(cost.decomposed)
     shares = in_place = True
 
-    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+    def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         one = in_blocks(1, 1)
         PushedScatter.__init__(self, call, memory, one, one, tiles_n=0, layout=call.parts)
         self.ranges = part_rows(call, memory.rank)

@@ -5,12 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asynctp_kernels.cuda.checks import (
+    ANY,
+    cublas_takes_gathered,
+    cublas_takes_scattered,
+    scale_can_be_gathered,
+    whole_in_cublas_blocks,
+)
+from asynctp_kernels.cuda.choose import cost
 from asynctp_kernels.cuda.choose.wire import DIRECT, EXTREMES
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm.copy_kernels import push_all_reduce_kernel, push_gather_kernel, push_reduce_kernel
 from asynctp_kernels.cuda.plans.gather import WholeGather
-from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors, ShardSizes
+from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors, ShardSizes
 from asynctp_kernels.cuda.plans.scatter import WholeScatter
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import align, aligned, grid, prepare
 from asynctp_kernels.cuda.runtime.memory import DIRECT_PROGRAMS, GroupMemory
 from asynctp_kernels.cuda.runtime.recordings import OF_ONE_KERNEL
@@ -36,8 +45,11 @@ class DirectGather(WholeGather):
     """One kernel for the all-gather."""
 
     name = "direct"
+    transports = (DIRECT,)
+    refuses = (*ANY, scale_can_be_gathered, cublas_takes_gathered, whole_in_cublas_blocks)
+    estimate = cost.direct
 
-    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+    def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory)
         if not call.bs:
             self.patience = OF_ONE_KERNEL
@@ -85,8 +97,11 @@ class DirectScatter(WholeScatter):
     """One kernel that pushes and reduces."""
 
     name = "direct"
+    transports = (DIRECT,)
+    refuses = (*ANY, cublas_takes_scattered, whole_in_cublas_blocks)
+    estimate = cost.direct
 
-    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+    def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory)
         layout = self.layout
         size = layout.rows * layout.cols
@@ -120,9 +135,12 @@ class DirectAllReduce(WholeScatter):
     """One kernel that pushes and adds, in one shot or two: the whole sum, or extreme, in the place of the matmuls."""
 
     name = "direct"
+    transports = (DIRECT,)
+    refuses = DirectScatter.refuses
+    estimate = cost.direct_all_reduce
     in_place = True
 
-    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+    def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory)
         wire, world, itemsize = call.wire, memory.world, call.wire_dtype.itemsize
         size, shots = wire.bytes // itemsize, wire.shots

@@ -4,17 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from torch import Tensor
 
+from asynctp_kernels.cuda.checks import (
+    ANY,
+    a_dtypes_alike,
+    a_scales_alike,
+    chunk_holds_row,
+    gathered_scaled_at_end,
+    gemm_takes_gathered,
+    gemm_takes_scattered,
+    one_factor,
+    only_matmuls_are_summed,
+    rounded_once,
+    rows_are_divisible,
+    rows_are_gathered,
+    rows_are_scattered,
+    rows_of_a_contiguous,
+    scattered_scaled_at_end,
+    sum_without_bias,
+)
+from asynctp_kernels.cuda.choose import cost
+from asynctp_kernels.cuda.choose.cost import Estimate
+from asynctp_kernels.cuda.choose.implementation import Check, Choice
 from asynctp_kernels.cuda.choose.tiles import Tiles, cut, cut_own, shares_for
+from asynctp_kernels.cuda.choose.wire import PULL, PUSH
+from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
 from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
 from asynctp_kernels.cuda.plans.gather import GatherPlan
-from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors
+from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_word
 from asynctp_kernels.cuda.plans.scatter import PushedScatter
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_WARPS,
@@ -27,10 +51,9 @@ from asynctp_kernels.cuda.runtime.launch import (
     grid,
     outlines,
 )
-from asynctp_kernels.cuda.runtime.machine import others_beside
+from asynctp_kernels.cuda.runtime.machine import driver, others_beside
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.script import Record, Step, Wait, Write
-from asynctp_kernels.cuda.runtime.stamps import new_table
 
 A_OWN, A_COME, SCALE_OWN, SCALE_COME = map(place, ("a0", "a1", "a_scale0", "a_scale1"))
 STAGING, BIAS, WORDS = map(place, ("c0", "bias0", "words"))
@@ -43,10 +66,13 @@ class FusedGather(GatherPlan):
     """
 
     name = "fused"
+    transports = (PUSH, PULL)
+    refuses = (*ANY, chunk_holds_row, rows_are_gathered, gathered_scaled_at_end, gemm_takes_gathered)
+    estimate = cost.fused
     cublas = False
     transport: GatherTransport
 
-    def __init__(self, call: GatherCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
+    def __init__(self, call: GatherFacts, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
         if call.kept:
             chunks = cut(call.outer, call.layout.inner, tiles.block_m, wanted_chunks)
             self.transport = GatherPull(call, memory, chunks, by_word(memory))
@@ -57,7 +83,12 @@ class FusedGather(GatherPlan):
         self._compile(call, tiles, programs)
         self.waits_for_in_flight = self.transport.make_room(self.launch)
 
-    def _compile(self, call: GatherCall, tiles: Tiles, programs: int) -> None:
+    @classmethod
+    def plan(cls, call: GatherFacts, memory: GroupMemory, choice: Choice) -> FusedGather:
+        assert choice.tiles is not None
+        return cls(call, memory, choice.tiles, choice.chunks, driver.machine(call.device_index)[1])
+
+    def _compile(self, call: GatherFacts, tiles: Tiles, programs: int) -> None:
         memory, layout, transport = self.memory, self.layout, self.transport
         inner, k = layout.inner, layout.cols
         rows, blocks = [1, tiles.block_m, tiles.block_k], tiles.stored
@@ -72,23 +103,20 @@ class FusedGather(GatherPlan):
             for new, n in zip(self.new_outs, self.widths, strict=True)
         ]
         bias = call.biases[0]
-        a_mode = 2 if call.scale_travels else scale_mode(call.a_scale)
+        a_mode = 2 if call.gather_a_scale else scale_mode(call.a_scale)
         b_mode = scale_mode(call.b_scales[0] if call.b_scales else None)
         tile_count = _tile_count(self.outer * memory.world, inner, self.widths, tiles)
         programs = grid(tile_count, programs)
         shares = _shares(tile_count, programs, memory.world)
-        self.stamps = new_table(call.op, memory, tile_count, first=0)
-        done = memory.gather_done if self.stamps is None else self.stamps.done
         args = GemmArguments(
             a=(self.a_own, self.a_come), b=self.bs, c=self.cs, a_scale=(), b_scale=(),
-            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=done,
+            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=memory.gather_done,
             outer=self.outer, inner=inner, k=(k,), n=self.widths, rank=memory.rank, world=memory.world,
             chunk_size=transport.chunk_rows, own_tiles=1, value=1,
         )  # fmt: skip
         self.launch = prepare_gemm(
             args.listed(memory.dummy), programs, shares, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype,
             gathers=True, scale_travels=self.scale_travels, inbox=inbox, clears=transport.gemm_clears,
-            stamps=self.stamps is not None,
         )  # fmt: skip
         self.values = args.launched(memory.local.data_ptr())
         self.a_own, self.a_come = outlines((self.a_own, self.a_come))
@@ -137,9 +165,15 @@ class FusedScatter(PushedScatter):
     """
 
     name = "fused"
+    transports = (PUSH, PULL)
+    refuses: ClassVar[Sequence[Check]] = (
+        *ANY, rows_are_scattered, rows_of_a_contiguous, scattered_scaled_at_end, only_matmuls_are_summed, one_factor,
+        gemm_takes_scattered, rounded_once, sum_without_bias, a_scales_alike, a_dtypes_alike,
+    )  # fmt: skip
+    estimate: ClassVar[Estimate | None] = cost.fused
     cublas = False
 
-    def __init__(self, call: ScatterCall, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
+    def __init__(self, call: ReduceFacts, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
         layout = call.layout
         rows = (call.outer, layout.inner, tiles.block_m)
         tiles_n = -(-layout.cols // tiles.block_n)
@@ -151,13 +185,18 @@ class FusedScatter(PushedScatter):
         super().__init__(call, memory, chunks, own, tiles_n, min(beside, BESIDE_WARPS))
         self._compile(call, tiles, programs)
 
+    @classmethod
+    def plan(cls, call: ReduceFacts, memory: GroupMemory, choice: Choice) -> FusedScatter:
+        assert choice.tiles is not None
+        return cls(call, memory, choice.tiles, choice.chunks, driver.machine(call.device_index)[1])
+
     def ready(self, dst: int, chunk: int) -> list[Step]:
         first = dst == (self.memory.rank + 1) % self.memory.world and chunk == 0
         running: list[Step] = [Record(self.memory.running)] if first else []
         word = self.progress(dst, chunk)
         return [Wait(word, self.chunk_tiles[chunk]), Write(word, 0), *running]
 
-    def _compile(self, call: ScatterCall, tiles: Tiles, programs: int) -> None:
+    def _compile(self, call: ReduceFacts, tiles: Tiles, programs: int) -> None:
         memory, layout = self.memory, self.layout
         inner, n, world = layout.inner, layout.cols, memory.world
         depths = [b.shape[0] for b in call.b_parts]
@@ -174,18 +213,16 @@ class FusedScatter(PushedScatter):
         tile_count = world * row_tiles * -(-n // tiles.block_n)
         programs = grid(tile_count, programs)
         shares = _shares(tile_count, programs, memory.world)
-        self.stamps = new_table(call.op, memory, tile_count, first=1)
-        done = memory.scatter_done if self.stamps is None else self.stamps.done
         args = GemmArguments(
             a=self.a_like, b=self.b_like, c=(self.c_like,), a_scale=(), b_scale=(),
-            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=done,
+            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=memory.scatter_done,
             outer=self.outer, inner=inner, k=depths, n=(n,), rank=memory.rank, world=world,
             chunk_size=self.chunks.tiles, own_tiles=self.own.tiles, value=1,
         )  # fmt: skip
         modes = [scale_mode(scales[0] if scales else None) for scales in (call.a_scales, call.b_scales)]
         self.launch = prepare_gemm(
             args.listed(memory.dummy), programs, shares, tiles, call.b_parts, bias, (modes[0], modes[1]),
-            self.wire_dtype, gathers=False, stamps=self.stamps is not None, rounded=call.out_dtype,
+            self.wire_dtype, gathers=False, rounded=call.matmul_dtype,
             factor=call.gemm_factor or 1.0,
         )  # fmt: skip
         self.values = args.launched(memory.local.data_ptr())
@@ -223,4 +260,6 @@ class FusedScatter(PushedScatter):
 class FusedAllReduce(FusedScatter):
     """The same of all rows, whose sums all ranks share; each rank's part is as many rows."""
 
+    refuses = (*ANY, rows_are_divisible, *FusedScatter.refuses[len(ANY) :])
+    estimate = cost.then_shared(cost.fused)
     shares = in_place = True

@@ -23,48 +23,47 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from asynctp_kernels.compat import new_tensors
+from asynctp_kernels.cuda.choose.implementation import Implementation
+from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.cublas import matmul
-from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherOperands, GatherTensors
+from asynctp_kernels.cuda.plans.gather_tensors import GatherOperands, GatherTensors
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.recordings import Work
-from asynctp_kernels.cuda.runtime.stamps import StampTable
+from asynctp_kernels.torch_private import new_tensors
 
 
-class GatherPlan:
+class GatherPlan(Implementation):
     """One call, prepared. `run` gives the matmuls, then the gathered A if asked for, then the gathered `along`.
 
     uses_memory: calls take their turn in the group's memory. cublas, patience: see `Work`.
     has_full, has_numbers: the call makes memory for the gathered A, and numbers.
     waits_for_in_flight: it has to come after what is in flight, because its matmuls wait for kernels that then would
     find no room beside them. reads_landed: it reads words of chunks, which a gather in flight reads too, so it has to
-    come after that. stamps: of the GEMM's tiles, if they are asked for.
+    come after that.
     """
 
-    name: str
     uses_memory = True
     cublas = True
     patience = 1
     waits_for_in_flight = False
     reads_landed = False
-    stamps: StampTable | None = None
 
-    def __init__(self, call: GatherCall, memory: GroupMemory, whole: bool) -> None:
+    def __init__(self, call: GatherFacts, memory: GroupMemory, whole: bool) -> None:
         """whole: A call gathers all of A, and all numbers that travel, whether they are returned or not."""
         self.number = memory.new_plan()
         self.memory, self.layout, self.outer = memory, call.layout, call.outer
-        self.scaling, self.out_dtype = call.scaling, call.out_dtype
-        self.return_a_full, self.scale_travels = call.return_a_full, call.scale_travels
+        self.scaling, self.out_dtype = call.scaling, call.matmul_dtype
+        self.return_a_full, self.scale_travels = call.return_a_full, call.gather_a_scale
         self.has_full = self.return_a_full or whole
-        self.has_numbers = call.travels is not None and (whole or not call.scale_travels)
+        self.has_numbers = call.travels is not None and (whole or not call.gather_a_scale)
         self.number_count = 0 if call.travels is None else call.travels.numel()
         self.widths = [b.shape[1] for b in call.bs]
         self.device_index: int = call.device_index
         self._prepare_tensors(call)
 
-    def _prepare_tensors(self, call: GatherCall) -> None:
+    def _prepare_tensors(self, call: GatherFacts) -> None:
         """Functions that make a call's memory: A whole, the matmuls, and all ranks' numbers [*, K/128 or 1]."""
         full, device, travels = self.layout.full_shape, call.a_shard.device, call.travels
         self.new_full = new_tensors(full, call.a_shard.dtype, device)
@@ -116,8 +115,6 @@ class GatherPlan:
 
     def make(self, stream: int, call: GatherTensors) -> None:
         """Enqueue the call, in its turn, or launch a recording of it."""
-        if self.stamps is not None:
-            self.stamps.begin(stream, self.memory.last)
 
         def enqueue(at: int, small: Sequence[Tensor] | None = None) -> None:
             self.enqueue(at, self.with_kernel_layout(call if small is None else call.with_small(small)))
@@ -135,7 +132,7 @@ class GatherPlan:
 class WholeGather(GatherPlan):
     """An all-gather, then cuBLAS on the whole: nothing overlaps."""
 
-    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+    def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory, whole=True)
 
     def move(self, stream: int, call: GatherTensors) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import new_tensors
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PULL, PUSH
+from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.copy_kernels import keep_kernel, stage_kernel
 from asynctp_kernels.cuda.gemm.cublas import ranges
-from asynctp_kernels.cuda.plans.gather_call import GatherCall, GatherTensors, ShardSizes, block_for
+from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors, ShardSizes, block_for
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_WARPS,
@@ -40,6 +40,7 @@ from asynctp_kernels.cuda.runtime.script import (
     pull_script,
     push_script,
 )
+from asynctp_kernels.torch_private import new_tensors
 
 KEEPERS = 64  # CTAs that copy what came to its place, beside matmuls
 
@@ -55,7 +56,7 @@ class GatherTransport:
     received: Tensor | None = None
     gemm_clears = True
 
-    def __init__(self, call: GatherCall, memory: GroupMemory) -> None:
+    def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
         self.memory, self.sizes, self.outer = memory, ShardSizes(call), call.outer
         self.new_full = new_tensors(call.layout.full_shape, call.a_shard.dtype, call.a_shard.device)
 
@@ -127,7 +128,7 @@ class GatherPush(GatherTransport):
     reads_landed = True
     received: Tensor
 
-    def __init__(self, call: GatherCall, memory: GroupMemory, copies: int) -> None:
+    def __init__(self, call: GatherFacts, memory: GroupMemory, copies: int) -> None:
         super().__init__(call, memory)
         sizes, layout = self.sizes, call.layout
         others, travels, number_bytes = memory.world - 1, call.travels, sizes.number_bytes
@@ -240,7 +241,7 @@ class GatherPush(GatherTransport):
         self.clear(side, ())
 
     # --- what is kept
-    def _compile_keep(self, call: GatherCall) -> None:
+    def _compile_keep(self, call: GatherFacts) -> None:
         memory, layout, sizes = self.memory, call.layout, self.sizes
         block = block_for(sizes.units, 4096, KEEPERS)
         programs = grid(-(-sizes.units // block), KEEPERS)
@@ -310,7 +311,7 @@ class GatherPull(GatherTransport):
 
     def __init__(
         self,
-        call: GatherCall,
+        call: GatherFacts,
         memory: GroupMemory,
         chunks: Chunks,
         arrived: Arrived,
@@ -334,11 +335,11 @@ class GatherPull(GatherTransport):
             scale_bytes=sizes.number_bytes // self.outer,
             chunks=chunks,
             keep_own=not self.stage_keeps,
-            keep_own_scales=call.along is not None,
+            keep_own_scales=call.along_shard is not None,
         )
         self.play = memory.compiled(pull_script(memory.rank, memory.world, moves, arrived))
 
-    def _compile_stage(self, call: GatherCall, stage_programs: int) -> None:
+    def _compile_stage(self, call: GatherFacts, stage_programs: int) -> None:
         memory, sizes = self.memory, self.sizes
         # 64 to 128 bytes a thread, which its registers hold. One CTA finds room beside a GEMM's on every SM.
         largest, ctas = (4096, 2) if self.stage_keeps else (8192, 1)

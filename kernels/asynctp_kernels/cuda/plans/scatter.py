@@ -29,12 +29,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import new_tensors
+from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PUSH
+from asynctp_kernels.cuda.facts import ReduceFacts
 from asynctp_kernels.cuda.gemm.copy_kernels import reduce_kernel
 from asynctp_kernels.cuda.gemm.cublas import matmul, multiply
-from asynctp_kernels.cuda.plans.scatter_call import Operands, ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.plans.scatter_tensors import Operands, ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS, BESIDE_WARPS, grid, prepare
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN, GroupMemory
@@ -48,34 +49,31 @@ from asynctp_kernels.cuda.runtime.script import (
     share_script,
     summed_script,
 )
-from asynctp_kernels.cuda.runtime.stamps import StampTable
-from asynctp_kernels.layout import ShardLayout
+from asynctp_kernels.shard_layout import ShardLayout
+from asynctp_kernels.torch_private import new_tensors
 
 
-class ScatterPlan:
+class ScatterPlan(Implementation):
     """One call, prepared. `run` gives this rank's shard.
 
     uses_memory: calls take their turn in the group's memory. cublas, patience: see `Work`.
     in_place: the result takes the place of the sum of the matmuls.
     staging_shape, extra_shape: of the sum of the matmuls, and of one apart.
-    stamps: of the GEMM's tiles, if they are asked for.
     """
 
-    name: str
     uses_memory = True
     cublas = True
     patience = 1
     in_place = False
-    stamps: StampTable | None = None
     staging_shape: tuple[int, ...]
     extra_shape: tuple[int, ...]
 
-    def __init__(self, call: ScatterCall, memory: GroupMemory, layout: ShardLayout | None = None) -> None:
+    def __init__(self, call: ReduceFacts, memory: GroupMemory, layout: ShardLayout | None = None) -> None:
         """layout: Of what is sent, if it is not the call's."""
         self.memory, self.layout = memory, call.layout if layout is None else layout
         self.outer = self.layout.outer
-        self.scaling, self.wire_dtype, self.out_dtype = call.scaling, call.wire_dtype, call.sum_dtype or call.out_dtype
-        self.matmul_dtype, self.count = call.out_dtype, len(call.b_parts)
+        self.scaling, self.wire_dtype, self.out_dtype = call.scaling, call.wire_dtype, call.wire_dtype
+        self.matmul_dtype, self.count = call.matmul_dtype, len(call.b_parts)
         self.factor = 1.0 / memory.world if call.reduce_op == "avg" else 1.0
         self.times = call.times
         self.row_bytes = self.layout.cols * call.wire_dtype.itemsize
@@ -156,8 +154,6 @@ class ScatterPlan:
 
     def make(self, stream: int, call: ScatterTensors) -> None:
         """Enqueue the call, in its turn, or launch a recording of it."""
-        if self.stamps is not None:
-            self.stamps.begin(stream, self.memory.last)
 
         def enqueue(at: int, small: Sequence[Tensor] | None = None) -> None:
             self.enqueue(at, self.with_kernel_layout(call if small is None else call.with_small(small)))
@@ -178,7 +174,7 @@ class PushedScatter(ScatterPlan):
 
     def __init__(
         self,
-        call: ScatterCall,
+        call: ReduceFacts,
         memory: GroupMemory,
         chunks: Chunks,
         own: Chunks,
@@ -215,7 +211,7 @@ class PushedScatter(ScatterPlan):
         """Steps before a piece for `dst` is sent: it is complete then."""
         raise NotImplementedError
 
-    def _compile_reduction(self, call: ScatterCall, warps: int) -> None:
+    def _compile_reduction(self, call: ReduceFacts, warps: int) -> None:
         memory, n = self.memory, self.layout.cols
         widest = max(self.wire_dtype.itemsize, self.out_dtype.itemsize)
         # As much for fewer warps, so that as many loads are on their way: docs/results/2026-11-25-h200x2/reduction.txt.
@@ -279,7 +275,7 @@ class PushedScatter(ScatterPlan):
 class WholeScatter(ScatterPlan):
     """cuBLAS on the whole, then a reduce-scatter: nothing overlaps."""
 
-    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+    def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory)
         self.staging_shape = self.extra_shape = (call.rows, call.b_parts[0].shape[1])
 

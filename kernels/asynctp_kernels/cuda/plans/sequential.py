@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from asynctp_kernels.compat import gather_into, scatter_into
+from asynctp_kernels.cuda.checks import cublas_takes_gathered, cublas_takes_scattered
+from asynctp_kernels.cuda.choose import cost
+from asynctp_kernels.cuda.choose.implementation import Choice
+from asynctp_kernels.cuda.choose.wire import PLAIN
+from asynctp_kernels.cuda.facts import Facts, GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.plans.gather import WholeGather
-from asynctp_kernels.cuda.plans.gather_call import GatherTensors
+from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
+from asynctp_kernels.cuda.plans.own_program import SequentialProgram
 from asynctp_kernels.cuda.plans.scatter import WholeScatter
-from asynctp_kernels.cuda.plans.scatter_call import ScatterCall, ScatterTensors
+from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
+from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.torch_private import gather_into, scatter_into
+
+
+def _cublas_and_nccl(call: Facts) -> bool:
+    """The call is one collective, and cuBLAS on rows as they lie; else its own program runs."""
+    return call.layout.whole and not driver.IN_ORDER and not call.is_empty and not call.unknown
 
 
 class SequentialGather(WholeGather):
     """NCCL's all-gather. Only for one outer block, where the ranks' shards are ranges of rows."""
 
     name = "sequential"
+    transports = (PLAIN,)
+    estimate = cost.sequential
     uses_memory = False
+
+    @classmethod
+    def plan(cls, call: GatherFacts, memory: GroupMemory, choice: Choice) -> SequentialGather | SequentialProgram:
+        able = _cublas_and_nccl(call) and cublas_takes_gathered(call) is None
+        return cls(call, memory) if able else SequentialProgram()
 
     def make(self, stream: int, call: GatherTensors) -> None:
         """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
@@ -31,9 +50,16 @@ class SequentialScatter(WholeScatter):
     """NCCL's reduce-scatter. Only for one outer block, where a rank's part is a range of rows."""
 
     name = "sequential"
+    transports = (PLAIN,)
+    estimate = cost.sequential
     uses_memory = False
 
-    def __init__(self, call: ScatterCall, memory: GroupMemory) -> None:
+    @classmethod
+    def plan(cls, call: ReduceFacts, memory: GroupMemory, choice: Choice) -> SequentialScatter | SequentialProgram:
+        able = _cublas_and_nccl(call) and cublas_takes_scattered(call) is None
+        return cls(call, memory) if able else SequentialProgram()
+
+    def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory)
         self.reduce_op, self.wire_dtype = call.reduce_op, self.out_dtype  # NCCL adds in what it moves
 

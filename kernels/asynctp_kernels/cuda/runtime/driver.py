@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels import compat
+from asynctp_kernels import torch_private
 from asynctp_kernels.errors import SymmetricMemoryError
 
 T = TypeVar("T")
@@ -388,7 +388,7 @@ def record(stream: int, enqueue: Callable[[int], None]) -> Graph:
 
 def unrecordable() -> str | None:
     """The program's setting by which temporaries of a recording would not stay its own; None where they do."""
-    return compat.forgetful_allocator()
+    return torch_private.forgetful_allocator()
 
 
 def driver_version() -> int:
@@ -470,12 +470,12 @@ def new_torch_stream(device: torch.device, urgent: bool = True) -> torch.cuda.Ex
 
 def current_stream(index: int) -> int:
     """The handle of the current stream of GPU `index`."""
-    return compat.current_raw_stream(index)
+    return torch_private.current_raw_stream(index)
 
 
 def current_device() -> int | None:
     """Index of the current GPU."""
-    return compat.current_device()
+    return torch_private.current_device()
 
 
 def processors(index: int) -> int:
@@ -537,7 +537,7 @@ def reserve(device: torch.device, size: int) -> torch.Tensor:
     Raises:
         RuntimeError: The GPU has no room for it.
     """
-    memory = compat.symmetric_empty(size, device)
+    memory = torch_private.symmetric_empty(size, device)
     memory.zero_()
     torch.cuda.synchronize(device)
     return memory
@@ -549,5 +549,5 @@ def share(group: ProcessGroup, memory: torch.Tensor) -> tuple[torch.Tensor, obje
     Raises:
         RuntimeError: The GPUs of `group` cannot share memory.
     """
-    handle = compat.symmetric_rendezvous(memory, group)
+    handle = torch_private.symmetric_rendezvous(memory, group)
     return memory, handle, [int(address) for address in handle.buffer_ptrs]

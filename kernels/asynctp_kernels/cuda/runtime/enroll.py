@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 import triton
 
-from asynctp_kernels.compat import symmetric_memory_backend
-from asynctp_kernels.cuda.choose import names, select, tables
+from asynctp_kernels.cuda.choose import select, tables
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import NotEnrolled
 from asynctp_kernels.host import host_name
 from asynctp_kernels.meeting import Meeting, boot_id
+from asynctp_kernels.torch_private import symmetric_memory_backend
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def facts_of(index: int | None, *, with_table: bool = True) -> Facts:
         triton=triton.__version__,
         driver=_known(driver.driver_version),
         backend=UNKNOWN if driver.IN_ORDER else _known(symmetric_memory_backend),
-        implementation=names.current(os.environ.get(select.VARIABLE, "auto"), select.VARIABLE),
+        implementation=os.environ.get(select.VARIABLE, "auto"),
         table=tables.digest(select.tuned(), name) if with_table else UNKNOWN,
     )
 
@@ -169,6 +169,25 @@ def sources_digest() -> str:
         found.update(f"{path.relative_to(root).as_posix()}\0".encode())
         found.update(hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()[:16]
+
+
+@functools.cache
+def reached(index: int) -> tuple[str, ...]:
+    """Number and UUID of each GPU that GPU `index` reaches and that reaches it, its own among them.
+
+    Two processes with the same ones reach each other's memory, as each names its own GPU too. And they have different
+    numbers for different GPUs: torch's symmetric memory takes no group whose GPUs have one number, as where each
+    process sees one alone (`CUDA_VISIBLE_DEVICES`).
+    """
+    return tuple(
+        f"{each}: {torch.cuda.get_device_properties(each).uuid}"
+        for each in range(torch.cuda.device_count())
+        if each == index or (_access(index, each) and _access(each, index))
+    )
+
+
+def _access(one: int, other: int) -> bool:
+    return bool(torch.cuda.can_device_access_peer(one, other))
 
 
 def _hosts(found: Sequence[Facts]) -> str:

@@ -53,7 +53,6 @@ from typing import TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import group_timeout_s
 from asynctp_kernels.cuda.choose.tables import Table
 from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS as MAX_CHUNKS
 from asynctp_kernels.cuda.choose.tiles import MAX_OWN as MAX_OWN
@@ -64,8 +63,9 @@ from asynctp_kernels.cuda.runtime.recordings import Recordings, Work
 from asynctp_kernels.cuda.runtime.script import Channel, Player, Step, compile_script
 from asynctp_kernels.cuda.runtime.watch import Calls, error_in, start_watch
 from asynctp_kernels.errors import SET_THE_BOUND, NotEnrolled, SymmetricMemoryError, given_timeout_s, timeout_s
-from asynctp_kernels.meeting import FAULTS, Process, forget_failures, meet, stop
+from asynctp_kernels.meeting import FAULTS, Process, meet, stop
 from asynctp_kernels.signals import new_status
+from asynctp_kernels.torch_private import group_timeout_s
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -412,15 +412,14 @@ class GroupMemory:
         """This rank's FREE words, by peer."""
         return self._own(self.free, MAX_WORLD)
 
-    @property
-    def failed(self) -> Words:
-        """Words that a rank sets at each peer when it has failed (`watch`)."""
-        return self._words(3)
+    def failed_at(self, peer: int) -> int:
+        """Address of the word that this rank sets at a peer when it has failed (`watch`)."""
+        return self._words(3).at(peer, self.rank)
 
     @property
     def told_words(self) -> torch.Tensor:
         """Those that peers have set here."""
-        return self._own(self.failed, MAX_WORLD)
+        return self._own(self._words(3), MAX_WORLD)
 
     @property
     def all_chunk_words(self) -> list[torch.Tensor]:
@@ -450,9 +449,10 @@ class GroupMemory:
         return sum(area.size for area in (self.signals, *self.areas.values(), *retired))
 
     @property
-    def boxes(self) -> list[Area]:
-        """The areas that peers write data to, in use or retired."""
-        return [area for name, area in (*self.retired, *tuple(self.areas.items())) if name == "box"]
+    def boxes(self) -> list[tuple[int, int]]:
+        """(address, bytes) of what data is written to, on every rank, in use or retired."""
+        boxes = [area for name, area in (*self.retired, *tuple(self.areas.items())) if name == "box"]
+        return [(address, box.size) for box in boxes for address in box.peers]
 
     def fail(self, error: Exception) -> None:
         """From now on calls raise: `error` has told that ranks are out of step."""
@@ -472,7 +472,7 @@ class GroupMemory:
         self.calls.tell_failure(self.rank, str(self.failure))  # now: this process may end before its watch tells them
         if driver.IN_ORDER:
             for peer in range(self.world):
-                driver.copy(self.failed.at(peer, self.rank), self.one, _WORD, self.stream)
+                driver.copy(self.failed_at(peer), self.one, _WORD, self.stream)
 
     def is_awaited(self) -> bool:
         """Whether a peer has come to a call to which this rank has not. Ends what this rank has enqueued."""
@@ -609,7 +609,6 @@ def release(group: ProcessGroup) -> None:
     """
     found = _groups.pop(group, None)
     _failed.pop(group, None)
-    forget_failures(group)
     if found is not None:
         driver.synchronize(found.device)
         found.failure, found.released = "it was released", True

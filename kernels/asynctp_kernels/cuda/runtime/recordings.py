@@ -25,11 +25,11 @@ What makes a recording as sound as the call itself:
 - *Temporaries*, which cuBLAS and conversions take on the way, places of small operands, and copies of operands that lie
   as no kernel reads them, come from a pool of this module's, which is never given back, as does cuBLAS's workspace for
   the recorder's stream; where the allocator cannot promise that, nothing is recorded, which the log says
-  (`driver.unrecordable`). Calls that use them come one after the other on a device (`GroupMemory.turn`). Nothing else
-  is ever written there: a recorder's own stream comes after none of these calls. So memory is not filled as it is made,
-  and cuBLAS's first workspace is of another pool.
+  (`driver.unrecordable`). Calls that use them come one after the other on a device (`GroupMemory.turn`). Only recorded
+  calls write to this pool. The recorder's stream is not ordered after them, so it must not write: it makes memory
+  uninitialised, and makes cuBLAS's first workspace elsewhere.
 - *Order.* In a recording the copy stream and the reducer are branches of the graph, not those streams. Both wait for
-  what the group has in flight on the streams (`GroupMemory.behind_flights`), by an event that each launch looks up
+  what the group has in flight on the streams (`GroupMemory.after_flights`), by an event that each launch looks up
   anew. All else that orders calls is outside of a recording.
 - *The program's own captures and memory pools* see nothing of it: a recorder has a thread and streams of its own, none
   of PyTorch's (`driver.new_stream`).
@@ -52,10 +52,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from asynctp_kernels.compat import matmul_settings, new_tensors
 from asynctp_kernels.cuda.runtime import driver as gpu
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import SymmetricMemoryError
+from asynctp_kernels.torch_private import matmul_settings, new_tensors
 
 log = logging.getLogger(__name__)
 

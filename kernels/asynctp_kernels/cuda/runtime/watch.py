@@ -45,23 +45,19 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 
-from asynctp_kernels.compat import group_store
 from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS
 from asynctp_kernels.cuda.choose.wire import Wire
 from asynctp_kernels.cuda.runtime import driver as gpu
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.errors import PeerTimeout, SymmetricMemoryError, UnlikeCalls
+from asynctp_kernels.meeting import Process
 from asynctp_kernels.signals import FAILED, UNLIKE
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from asynctp_kernels.cuda.runtime.memory import GroupMemory
-    from asynctp_kernels.meeting import Process
+from asynctp_kernels.torch_private import group_store
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +131,45 @@ class Calls:
             return f"it cannot say why ({error})"
 
 
-def unlike(memory: GroupMemory, peer: int, own: int, theirs: int, other: GroupMemory | None = None) -> UnlikeCalls:
+class Watched(Protocol):
+    """The memory of a group, as far as it is watched over; `memory.GroupMemory` says what each of these is."""
+
+    number: int
+    group_name: str
+    device: torch.device
+    rank: int
+    world: int
+    bound: int
+    processes: tuple[Process, ...]
+    calls: Calls
+    status: torch.Tensor
+    made: int
+    growing: str
+    captured: bool
+    released: bool
+    failure: str | None
+    error: Exception | None
+
+    @property
+    def watched(self) -> torch.Tensor: ...
+    @property
+    def free_words(self) -> torch.Tensor: ...
+    @property
+    def told_words(self) -> torch.Tensor: ...
+    @property
+    def all_chunk_words(self) -> list[torch.Tensor]: ...
+    @property
+    def boxes(self) -> list[tuple[int, int]]: ...
+
+    def failed_at(self, peer: int) -> int: ...
+    def peers_ahead(self) -> dict[int, int]: ...
+    def is_in_a_call(self) -> bool: ...
+    def may_be_in_a_call(self) -> bool: ...
+    def has_ended(self, peer: int) -> bool: ...
+    def fail(self, error: Exception) -> None: ...
+
+
+def unlike(memory: Watched, peer: int, own: int, theirs: int, other: Watched | None = None) -> UnlikeCalls:
     """The error of two calls that have met.
 
     Args:
@@ -154,7 +188,7 @@ def unlike(memory: GroupMemory, peer: int, own: int, theirs: int, other: GroupMe
     return UnlikeCalls(memory.rank, texts[0], peer, texts[1], forms)
 
 
-def error_of(memory: GroupMemory, found: Any) -> Exception:
+def error_of(memory: Watched, found: Any) -> Exception:
     """The error of a stream's wait that ended without its word: an `interpreted.StreamWaitOver`."""
     wait = found.wait
     if memory.error is not None:  # the thread has heard of it
@@ -164,13 +198,13 @@ def error_of(memory: GroupMemory, found: Any) -> Exception:
     return _missing(memory, wait.peer, wait.value, found.found)
 
 
-def late(memory: GroupMemory, peer: int, doing: int, awaited: str) -> PeerTimeout:
+def late(memory: Watched, peer: int, doing: int, awaited: str) -> PeerTimeout:
     """The error of a rank that does not come."""
     call = memory.calls.describe(doing) if doing else "a call"
     return PeerTimeout(call, memory.rank, peer, awaited, memory.bound / 1e9)
 
 
-def error_in(memory: GroupMemory, status: list[int]) -> SymmetricMemoryError | PeerTimeout | None:
+def error_in(memory: Watched, status: list[int]) -> SymmetricMemoryError | PeerTimeout | None:
     """The error that a kernel's record tells of (`signals.record_timeout`, `signals.record_unlike`), if any."""
     state, peer, number = status
     if state != FAILED or peer < 0:
@@ -179,7 +213,7 @@ def error_in(memory: GroupMemory, status: list[int]) -> SymmetricMemoryError | P
     return _missing(memory, peer, own, theirs)
 
 
-def _missing(memory: GroupMemory, peer: int, own: int, theirs: int) -> UnlikeCalls | PeerTimeout:
+def _missing(memory: Watched, peer: int, own: int, theirs: int) -> UnlikeCalls | PeerTimeout:
     """The error of a call, of signature `own`, to which `peer` has not come: `theirs` is its own, if that was seen."""
     theirs = theirs or memory.peers_ahead().get(peer) or int(memory.free_words[peer])
     return late(memory, peer, own, THE_CALL) if theirs in (0, own) else unlike(memory, peer, own, theirs)
@@ -223,7 +257,7 @@ class Watch:
         latest: The last look; None before the first.
     """
 
-    def __init__(self, memory: GroupMemory) -> None:
+    def __init__(self, memory: Watched) -> None:
         self._memory, self._since = weakref.ref(memory), time.monotonic()
         self._state: object = None
         self._apart: dict[int, tuple[int, int, float]] = {}  # by peer: both calls, and since when they are seen
@@ -278,7 +312,7 @@ class Watch:
                 self._apart.pop(peer, None)
         return found
 
-    def _across(self, memory: GroupMemory, look: Look, now: float) -> UnlikeCalls | None:
+    def _across(self, memory: Watched, look: Look, now: float) -> UnlikeCalls | None:
         """The error of a peer that waits in a call of another group, while this rank waits for it in a call of this.
 
         Neither can go on, since a device makes one eager call after the other.
@@ -297,7 +331,7 @@ class Watch:
                         return unlike(memory, peer, own, found[1], found[0])
         return None
 
-    def waits_for_this_rank(self, process: Process, since: float) -> tuple[GroupMemory, int] | None:
+    def waits_for_this_rank(self, process: Process, since: float) -> tuple[Watched, int] | None:
         """The group's memory, and the call of it that a process has come to, where this rank is in none.
 
         since: When this rank came to where it is; a look from before that tells nothing.
@@ -350,7 +384,7 @@ def _living() -> list[Watch]:
     return [watch for reference in list(_watches) if (watch := reference()) is not None]
 
 
-def start_watch(memory: GroupMemory) -> None:
+def start_watch(memory: Watched) -> None:
     """Watch over a group until it goes, or the process ends; on GPUs once all that was enqueued for it is done.
 
     Its first look would read what lay in that memory before.
@@ -376,7 +410,7 @@ def _end_watches() -> None:
         thread.join(EXIT_S)
 
 
-def _run(reference: weakref.ref[GroupMemory], made: torch.cuda.Event | None) -> None:
+def _run(reference: weakref.ref[Watched], made: torch.cuda.Event | None) -> None:
     while not _exiting.is_set():  # a rank that has failed still has to say so, and to end its waits
         try:
             _hear(reference) if made is None else _watch(reference, made)
@@ -390,7 +424,7 @@ def _run(reference: weakref.ref[GroupMemory], made: torch.cuda.Event | None) -> 
             _exiting.wait(LOOK_S)
 
 
-def _watch(reference: weakref.ref[GroupMemory], made: torch.cuda.Event) -> None:
+def _watch(reference: weakref.ref[Watched], made: torch.cuda.Event) -> None:
     memory = reference()
     if memory is None:
         return
@@ -417,7 +451,7 @@ def _watch(reference: weakref.ref[GroupMemory], made: torch.cuda.Event) -> None:
         memory = reference()
 
 
-def _hear(reference: weakref.ref[GroupMemory]) -> None:
+def _hear(reference: weakref.ref[Watched]) -> None:
     memory = reference()
     if memory is None:
         return
@@ -437,7 +471,7 @@ def _hear(reference: weakref.ref[GroupMemory]) -> None:
 class _Pages:
     """Pinned memory for what a look reads, and for what ends waits."""
 
-    def __init__(self, memory: GroupMemory) -> None:
+    def __init__(self, memory: Watched) -> None:
         self.peers = [peer for peer in range(memory.world) if peer != memory.rank]
         self.words = torch.zeros_like(memory.watched, device="cpu").pin_memory()
         self.free = torch.zeros(memory.free_words.numel(), dtype=torch.int32).pin_memory()
@@ -449,7 +483,7 @@ class _Pages:
         self.poison: torch.Tensor | None = None
         self.poisoned: object = None  # for which calls
 
-    def look(self, memory: GroupMemory, stream: torch.cuda.Stream) -> Look:
+    def look(self, memory: Watched, stream: torch.cuda.Stream) -> Look:
         pairs = [(self.words, memory.watched), (self.free, memory.free_words), (self.told, memory.told_words)]
         for page, words in [*pairs, (self.status, memory.status)]:
             page.copy_(words, non_blocking=True)
@@ -461,17 +495,17 @@ class _Pages:
         busy = not gone or memory.may_be_in_a_call()
         return Look(doing, awaited, (memory.made, *ended), free, ahead, told, self.status.tolist(), gone, busy)
 
-    def tell(self, memory: GroupMemory, step: int) -> None:
+    def tell(self, memory: Watched, step: int) -> None:
         """Say to all peers which step this rank has done."""
         if self.has_told >= step:
             return
         memory.calls.tell_failure(memory.rank, str(memory.failure))
         stream = torch.cuda.current_stream().cuda_stream
         for peer in self.peers:
-            driver.copy(memory.failed.at(peer, memory.rank), self.steps.data_ptr() + 4 * step, 4, stream)
+            driver.copy(memory.failed_at(peer), self.steps.data_ptr() + 4 * step, 4, stream)
         self.has_told = step
 
-    def end_waits(self, memory: GroupMemory, look: Look, meetings: bool) -> None:
+    def end_waits(self, memory: Watched, look: Look, meetings: bool) -> None:
         """Let everything that waits for data, or will, go on with NaN. meetings: also what waits for ranks to come."""
         if look.awaited or look.state != self.poisoned:  # ranks may have met, and data may not have come
             self._poison(memory)
@@ -484,12 +518,12 @@ class _Pages:
         self.status.copy_(torch.tensor([FAILED, -1, 0]))
         memory.status.copy_(self.status, non_blocking=True)
 
-    def _poison(self, memory: GroupMemory) -> None:
+    def _poison(self, memory: Watched) -> None:
         """Fill all ranks' boxes with NaN: this rank may read from any."""
         if self.poison is None:
             self.poison = torch.full((1 << 22,), 255, dtype=torch.uint8).pin_memory()
         stream = torch.cuda.current_stream().cuda_stream
-        for address, whole in [(address, box.size) for box in memory.boxes for address in box.peers]:
+        for address, whole in memory.boxes:
             for first in range(0, whole, self.poison.numel()):
                 size = min(self.poison.numel(), whole - first)
                 gpu.copy_from_host(address + first, self.poison.data_ptr(), size, stream)

@@ -1,0 +1,112 @@
+"""The pass over a graph of a forward and its backward, before torch divides it.
+
+It marks what may be made again, notes the order of communication, and saves sums in place of products:
+
+    tagged     product (save) ─▶ view* ─▶ all_reduce ─▶ wait             the forward returns the product: never fused
+    instead    product ─▶ view* ─▶ all_reduce ─▶ wait (save)             the forward returns the sum
+
+Policies of activation checkpointing that save matmuls know no collectives. The backward would take what is saved and
+reduce it again, as the forward did: nothing else uses the product of a chain that can be fused. So it may as well keep
+the sum, which takes no more bytes, and it communicates once less. The values are the same ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import fx
+
+from asynctp_passes.config import Config
+from asynctp_passes.ir.calls import Collective, nodes_of
+from asynctp_passes.ir.marks import CANDIDATE, note_joint
+from asynctp_passes.ir.memory import owners_of, program_memory
+from asynctp_passes.ir.order import communications, record_order
+from asynctp_passes.ir.traversal import reachable, tangents_of
+from asynctp_passes.matching.chains import Decision, ScatterChain
+from asynctp_passes.planning.decide import decide_graph
+from asynctp_passes.planning.deviations import communicated
+from asynctp_passes.ranks.undo import UndoOnError
+from asynctp_passes.remat.worth import rematerialization_candidates
+from asynctp_passes.reporting.report import Report
+from asynctp_passes.rewriting import toposort
+from asynctp_passes.torch_private import partitioner
+
+__all__ = ["run_joint"]
+
+log = logging.getLogger(__name__)
+
+
+def run_joint(graph: fx.Graph, config: Config) -> Report | None:
+    """Mark, in a graph of a forward and its backward, the gathers that are worth being made again in the backward.
+
+    What becomes of them `partition` decides, once the graph is divided. Sums are tagged to be saved in place of
+    products that checkpointing saves. Tags change nothing that is computed: the partitioner, which comes next, follows
+    them. In any graph the order of communication is noted, for `run` to restore.
+
+    Args:
+        graph: A joint graph, as Inductor hands it to a joint pass.
+        config: The configuration.
+
+    Returns:
+        A report where asynctp itself failed, which left the graph as it was; else None: both graphs get reports.
+
+    Raises:
+        DisagreementError: asynctp failed on the graph after all ranks had agreed on something; the graph is untouched.
+        StrictError: asynctp itself failed, and `config.strict` forbids it; the graph is untouched.
+    """
+    attempt = UndoOnError(graph, config, "joint")
+    with attempt:
+        if communications(graph.nodes):  # any other graph is left to Inductor, which sorts it after this pass
+            toposort.sort(graph)
+            record_order(graph)
+            if tangents_of(graph):
+                _tag(graph, config, attempt)
+        return None
+    return attempt.fall_back()
+
+
+def _tag(graph: fx.Graph, config: Config, attempt: UndoOnError) -> None:
+    decisions, context = decide_graph(graph, config)
+    words = context.words
+    for gather in rematerialization_candidates(graph, decisions, config.rematerialize):
+        if context.compares_all(gather.group_key):
+            gather.node.meta[CANDIDATE] = words.place_of(gather)
+    wanted = {
+        (one.collective.group_key, words.of_saved(one.collective)): one
+        for one in _sums_to_save(graph, decisions)
+        if context.compares_all(one.collective.group_key)
+    }
+    done, told = attempt.agree(communicated(one.candidate.collective for one in decisions), wanted)
+    for one in done:
+        partitioner.save_instead(one.collective.waits, one.tagged)
+    note_joint(graph, told)
+
+
+class _Sum(NamedTuple):
+    """A reduction of a forward, of products that are tagged to be saved; `tagged`: from these to what is reduced."""
+
+    collective: Collective
+    tagged: tuple[fx.Node, ...]
+
+
+def _sums_to_save(graph: fx.Graph, decisions: Sequence[Decision]) -> list[_Sum]:
+    """The sums to save in place of their products, in order.
+
+    Left alone are a sum that is tagged to be saved, one that becomes part of a sum with others, and one that is a
+    result of the graph: the program can write to that before the backward.
+    """
+    owners = owners_of(graph)
+    program = program_memory(graph, owners)
+    backward = reachable(tangents_of(graph), lambda node: node.users)
+    found = []
+    for one in decisions:
+        chain, own = one.candidate.chain, one.candidate.collective
+        if one.refusal is not None or not isinstance(chain, ScatterChain) or chain.joined or own.node in backward:
+            continue
+        tagged = tuple(node for node in (*nodes_of(chain.matmuls), *chain.views) if partitioner.is_saved(node))
+        saved = any(map(partitioner.is_saved, own.results)) or any(owners[node] in program for node in own.results)
+        if tagged and own.waits and not saved:
+            found.append(_Sum(own, tagged))
+    return found

@@ -1,0 +1,219 @@
+"""Dynamo: the compile under way, the function that is compiled, its inputs, graph breaks, and structured traces."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def compile_id() -> Any:
+    """Dynamo's name of the compile under way; None outside one."""
+    from torch._guards import CompileContext
+
+    return CompileContext.current_compile_id()
+
+
+def compile_name() -> str:
+    """The name of the compile under way (`"graph 0/0"`), or `"graph"` outside one."""
+    current = compile_id()
+    return f"graph {current}" if current is not None else "graph"
+
+
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_next_number = itertools.count()
+
+
+def compile_under_way() -> tuple[int, int] | None:
+    """The number of Dynamo's compile under way, and of its attempt at that; None outside one.
+
+    All graphs into which torch cuts one function have the same numbers, and a backward that is compiled later has its
+    forward's. Dynamo's own name of a compile comes again after `torch._dynamo.reset()`, and this number does not.
+    """
+    from torch._guards import CompileContext
+
+    context = CompileContext.try_get()
+    if context is None or context.compile_id is None:
+        return None
+    if context not in _numbers:
+        _numbers[context] = next(_next_number)
+    return _numbers[context], context.attempt
+
+
+@dataclass(frozen=True)
+class CompiledFunction:
+    """The function that Dynamo compiles, in words that all ranks of one program share.
+
+    Attributes:
+        name: `"lib/model.py:forward:12"`, its file with its folder, its name and its first line.
+        resumes: Of the rest of a function after a graph break, the name of that function; else empty.
+        breaks: Its graph ends at a graph break.
+    """
+
+    name: str
+    resumes: str = ""
+    breaks: bool = False
+
+    @property
+    def base(self) -> str:
+        """The name of the function in the program."""
+        return self.resumes or self.name
+
+
+_functions: dict[int, CompiledFunction] = {}  # by Dynamo's number of a frame: a backward may be compiled later
+
+
+def compiled_function() -> CompiledFunction | None:
+    """The function that is compiled, its backward included; None outside of Dynamo's compiles."""
+    frame_id = getattr(compile_id(), "frame_id", None)
+    if frame_id is None:
+        return None
+    found = _function_on_stack()
+    if found is not None:
+        _functions[frame_id] = found
+    return _functions.get(frame_id) or CompiledFunction(f"function {frame_id}")
+
+
+def _function_on_stack() -> CompiledFunction | None:
+    """The function whose graph Dynamo gives to its backend just now."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_subgraph" and "reason" in frame.f_locals:
+            output, reason = frame.f_locals.get("self"), frame.f_locals["reason"]
+            code = _wrapped_code(output) or getattr(getattr(output, "root_tx", None), "f_code", None)
+            if code is not None:
+                original = original_code(code)
+                resumes = "" if original is code else _name_of(original)
+                return CompiledFunction(_name_of(code), resumes, bool(getattr(reason, "graph_break", False)))
+        frame = frame.f_back
+    return None
+
+
+def _wrapped_code(output: Any) -> CodeType | None:
+    """The code in Dynamo's own wrapper, in which partials, decorated functions and torch's modules are compiled."""
+    if getattr(getattr(output, "root_tx", None), "f_code", None) is not _wrapper_code():
+        return None
+    found, code = getattr(output, "local_scope", {}).get("fn"), None
+    while found is not None:
+        code = getattr(found, "__code__", None)
+        inner = type(found).forward if isinstance(found, torch.nn.Module) else getattr(found, "func", None)
+        found = getattr(found, "__wrapped__", None) or inner
+    return code
+
+
+def _wrapper_code() -> CodeType | None:
+    from torch._dynamo.external_utils import wrap_inline
+
+    return getattr(wrap_inline(len), "__code__", None)
+
+
+def _name_of(code: CodeType) -> str:
+    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_name}:{code.co_firstlineno}"
+
+
+def original_code(code: CodeType) -> CodeType:
+    """The code in the program, where Dynamo made this for the rest of it after a graph break; else this."""
+    from torch._dynamo.resume_execution import ContinueExecutionCache
+
+    made: Any = ContinueExecutionCache.generated_code_metadata
+    while code in made:
+        code = made[code].code
+    return code
+
+
+def given_tensors(gm: fx.GraphModule) -> dict[int, torch.Tensor]:
+    """The tensors with which Dynamo calls a function that it compiles just now, by number, as far as it has them."""
+    found: dict[int, torch.Tensor] = {}
+    for number, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        example = getattr(node.meta.get("grapharg"), "example", None)
+        if isinstance(example, torch.Tensor):
+            found[number] = example
+    return found
+
+
+def input_sources(gm: fx.GraphModule) -> dict[int, str]:
+    """The expressions by which Dynamo finds the inputs of a function that it compiles, by number, as far as it has one.
+
+    `"L['self']._modules['up']._parameters['weight']"` of a module's weight, `"L['x']"` of an argument.
+    """
+    found: dict[int, str] = {}
+    for number, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        name = getattr(getattr(node, "_dynamo_source", None), "name", None)
+        if name := name() if callable(name) else name:  # a method in torch 2.11
+            found[number] = str(name)
+    return found
+
+
+def graph_break_of(gm: fx.GraphModule) -> str:
+    """The place and the reason for which Dynamo ended a graph; empty for one that ends where its function returns."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    first = str(reason.reason).strip().partition("\n")[0]
+    frames = list(reason.user_stack or ())
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {first}" if frames else first
+
+
+def graph_breaks() -> list[str]:
+    """Why dynamo broke graphs in this process, or gave a frame up, a text for each time."""
+    if "torch._dynamo" not in sys.modules:
+        return []
+    from torch._dynamo.utils import counters
+
+    return [text for kind in ("graph_break", "unimplemented") for text in Counter(counters[kind]).elements()]
+
+
+def compiled_functions() -> int:
+    """How many graphs the backends of torch.compile have compiled in this process; not the one under way."""
+    if "torch._dynamo" not in sys.modules:
+        return 0
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def is_cut_for_ddp() -> bool:
+    """True while pieces are compiled into which Dynamo has cut a graph for DistributedDataParallel."""
+    from torch._guards import TracingContext
+
+    return getattr(TracingContext.try_get(), "ddp_optimizer_ctx", None) is not None
+
+
+def is_precompiled(compiled: object) -> bool:
+    """True for a compiled function that torch can store in a file; it has to stay as it is."""
+    from torch._dynamo.aot_compile_types import SerializableCallable
+
+    return isinstance(compiled, SerializableCallable)
+
+
+def suppresses_errors() -> bool:
+    """True where a function whose compile fails runs without a compiler."""
+    config = sys.modules.get("torch._dynamo.config")  # nothing is compiled before it is imported
+    return config is not None and bool(config.suppress_errors)
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Emit a structured-trace artifact of JSON, which TORCH_TRACE records and tlparse shows."""
+    _trace(name, "json", payload)
+
+
+def trace_text(name: str, payload: Callable[[], str]) -> None:
+    """Emit a structured-trace artifact that is text."""
+    _trace(name, "string", payload)
+
+
+def _trace(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    from torch._logging._internal import trace_structured
+
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload, expect_trace_id=False
+    )

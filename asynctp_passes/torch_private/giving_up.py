@@ -1,0 +1,210 @@
+"""Functions that Dynamo gives up: they run as they are written, though asynctp has compiled graphs of them.
+
+torch.compile's callback (`CatchErrorsWrapper`) is asked for the code of each frame that has none that fits. Where it
+gives none, the frame runs as it is written: at the recompile limit, where the frame is skipped, where an error is
+suppressed. Under some stances it is not asked (`_callback_from_stance`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from asynctp_passes.torch_private import dynamo
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """A function that runs as it is written, though asynctp has compiled graphs of it.
+
+    Attributes:
+        name: As `CompiledFunction.name`.
+        groups: The process groups of its graphs, as they were noted.
+        reason: Why, in Dynamo's words or ours.
+        remedy: What ends that, on every rank.
+    """
+
+    name: str
+    groups: frozenset[str]
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """A function under compilation: Dynamo's callback for it, held weakly, and its code."""
+
+    callback: weakref.ref[Any]
+    code: CodeType
+
+
+@dataclass
+class _Noted:
+    """A function with graphs of asynctp's, and the groups of these. at_limit: `_limits` when these ended it."""
+
+    name: str
+    groups: frozenset[str]
+    at_limit: tuple[int, ...] = ()
+
+    def given_up(self, reason: str, remedy: str) -> GivenUp:
+        return GivenUp(self.name, self.groups, reason, remedy)
+
+
+_frames: weakref.WeakKeyDictionary[Any, _Frame] = weakref.WeakKeyDictionary()  # by the context of a compile
+_noted: dict[Any, MutableMapping[CodeType, _Noted]] = {}  # by compiler
+
+
+def note_groups(
+    groups: Iterable[str], given_up: Callable[[GivenUp], None], failed: Callable[[GivenUp], object]
+) -> None:
+    """Note groups of a graph that is compiled, for the function that it is of: its backward may be compiled later.
+
+    Does nothing outside of torch.compile.
+
+    Args:
+        groups: Names of process groups; none for a graph that concerns nobody else.
+        given_up: Called on each call of such a function that runs as it is written, before that. It may raise.
+        failed: Called where such a call raises instead, as with `fullgraph=True` at the recompile limit.
+    """
+    from torch._guards import CompileContext
+
+    context, found, function = CompileContext.try_get(), frozenset(groups), dynamo.compiled_function()
+    if context is None or function is None:
+        return
+    if (under_way := _frame_on_stack()) is not None:
+        _frames[context] = under_way
+    frame = _frames.get(context)
+    callback = None if frame is None else frame.callback()
+    if frame is None or callback is None or not found:
+        return
+    _ask_of_frames(given_up, failed)
+    codes = _noted_by(callback)
+    for code in {frame.code, dynamo.original_code(frame.code)}:
+        known = codes[code].groups if code in codes else frozenset()
+        codes[code] = _Noted(function.base, known | found)
+
+
+def _frame_on_stack() -> _Frame | None:
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "__call__" and isinstance(frame.f_locals.get("self"), CatchErrorsWrapper):
+            return _Frame(weakref.ref(frame.f_locals["self"]), frame.f_locals["frame"].f_code)
+        frame = frame.f_back
+    return None
+
+
+@functools.cache
+def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenUp], object]) -> None:
+    """Have Dynamo's callbacks tell of the functions that they give up."""
+    from torch._dynamo import convert_frame, eval_frame
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+    from torch._dynamo.types import ConvertFrameReturn
+
+    actions, strategy_of = torch._C._dynamo.eval_frame._FrameAction, torch._C._dynamo.eval_frame._FrameExecStrategy
+    original: Any = convert_frame.CatchErrorsWrapper.__call__
+    from_stance: Any = eval_frame._callback_from_stance
+
+    @functools.wraps(original)
+    def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        noted = _noted_by(self).get(frame.f_code)
+        if noted and noted.at_limit == _limits(frame.f_code):  # Dynamo would say so again, with a warning
+            result = ConvertFrameReturn(frame_exec_strategy=strategy_of(actions.RUN_ONLY, actions.DEFAULT))
+            settle(self, frame, noted, result)
+            return result
+        try:
+            result = original(self, frame, *args, **kwargs)
+        except FailOnRecompileLimitHit:
+            if noted:
+                failed(_at_limit(self, frame.f_code, noted))
+            raise
+        if result.guarded_code is None and _noted_by(self):
+            settle(self, frame, noted, result)
+        return result
+
+    def settle(callback: Any, frame: Any, noted: _Noted | None, result: Any) -> None:
+        strategy, code = result.frame_exec_strategy, frame.f_code
+        if strategy.recursive_action == actions.RUN_ONLY:  # what it calls may have graphs, too, and is asked of
+            result.frame_exec_strategy = strategy_of(strategy.cur_action, actions.DEFAULT)
+        if noted is None:
+            return
+        result.apply_to_code = False  # ask again at the next call
+        noted.at_limit = _limits(code) if strategy.cur_action == actions.RUN_ONLY else ()
+        if convert_frame.has_tensor_in_frame(frame):
+            given_up(_at_limit(callback, code, noted) if noted.at_limit else _skipped(noted, result))
+
+    @functools.wraps(from_stance)
+    def callback_from_stance(callback: Any) -> Any:
+        chosen = from_stance(callback)
+        if (chosen is None or chosen is False) and callable(callback) and _noted_by(callback):
+            return _asking(callback, given_up, chosen is False)
+        return chosen
+
+    convert_frame.CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
+    eval_frame._callback_from_stance = callback_from_stance
+
+
+def _noted_by(callback: Any) -> MutableMapping[CodeType, _Noted]:
+    """The noted functions of all compiles by one compiler, whatever its options: Dynamo's limits are of a code."""
+    compiler = callback
+    while hasattr(compiler, "_torchdynamo_orig_backend"):
+        compiler = compiler._torchdynamo_orig_backend
+    return _noted.setdefault(getattr(compiler, "compiler_fn", type(compiler)), weakref.WeakKeyDictionary())
+
+
+def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) -> Callable[..., Any]:
+    """A callback that gives no code, for a stance without one. compiled: code that there is runs, if it fits."""
+    from torch._dynamo import convert_frame, eval_frame, trace_rules
+    from torch._dynamo.types import ConvertFrameReturn
+
+    stance = str(eval_frame._stance.stance)
+
+    def ask(frame: Any, *_: Any, **__: Any) -> Any:
+        if trace_rules.check(frame.f_code):
+            return ConvertFrameReturn()
+        actions = torch._C._dynamo.eval_frame._FrameAction
+        strategy, noted = torch._C._dynamo.eval_frame._FrameExecStrategy, _noted_by(callback).get(frame.f_code)
+        if noted and convert_frame.has_tensor_in_frame(frame):
+            reason = f"torch.compiler.set_stance({stance!r}) is in force"
+            given_up(noted.given_up(reason, "set one stance on every rank"))
+        return ConvertFrameReturn(frame_exec_strategy=strategy(actions.SKIP, actions.DEFAULT), apply_to_code=False)
+
+    if compiled:
+        ask._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # by which Dynamo knows its code
+    return ask
+
+
+def _limits(code: CodeType) -> tuple[int, ...]:
+    """Dynamo's limits, and how many forms of a function it has compiled."""
+    from torch._dynamo import config, eval_frame
+
+    compiled = len(eval_frame._debug_get_cache_entry_list(code))
+    return config.recompile_limit, config.accumulated_recompile_limit, compiled
+
+
+def _at_limit(callback: Any, code: CodeType, noted: _Noted) -> GivenUp:
+    value, most, compiled = _limits(code)
+    name = "torch._dynamo.config.recompile_limit"
+    if (own := getattr(callback._torchdynamo_orig_backend, "_recompile_limit", None)) is not None:
+        name, value = "torch.compile's recompile_limit", own
+    if not value <= compiled < most:
+        name, value = "torch._dynamo.config.accumulated_recompile_limit", most
+    remedy = (
+        f"raise {name}, or give what differs between the calls as a tensor or mark it dynamic "
+        "(TORCH_LOGS=recompiles names it)"
+    )
+    return noted.given_up(f"{name}={value} is reached, with {compiled} compiled forms", remedy)
+
+
+def _skipped(noted: _Noted, result: Any) -> GivenUp:
+    reason = getattr(result, "skip_reason", None)  # torch 2.11 gives none
+    remedy = "let this function be compiled on every rank, or on none (TORCH_LOGS=+dynamo has more)"
+    return noted.given_up(f"Dynamo skips it{f' ({reason})' if reason else ''}", remedy)

@@ -1,0 +1,34 @@
+"""Inductor's options: their names, types and values."""
+
+from __future__ import annotations
+
+from typing import Any, get_origin
+
+
+def of_mode(mode: str | None) -> dict[str, Any]:
+    """The Inductor options that a torch.compile mode stands for."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode)) if mode and mode != "default" else {}
+
+
+def names() -> set[str]:
+    """The names of all Inductor options."""
+    from torch._inductor import config
+
+    return set(config.get_config_copy())
+
+
+def type_of(name: str) -> type | None:
+    """The type that torch.compile asks a value of this Inductor option to have; None where it asks for none."""
+    from torch._inductor import config
+
+    wanted = config.get_type(name)  # type: ignore[attr-defined]
+    return wanted if get_origin(wanted) is None and isinstance(wanted, type) else None
+
+
+def current(name: str) -> Any:
+    """The current value of an Inductor option."""
+    from torch._inductor import config
+
+    return getattr(config, name)
