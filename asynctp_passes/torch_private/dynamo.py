@@ -116,7 +116,7 @@ def _function_on_stack() -> CompiledFunction | None:
 
 
 def _output_on_stack() -> tuple[Any, Any]:
-    """What Dynamo has of the graph that it gives to its backend just now, and why that ends; None without one."""
+    """The output graph that Dynamo gives to its backend just now, and why that ends; None without one."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "compile_subgraph" and "reason" in frame.f_locals:
