@@ -117,7 +117,8 @@ WEIGHT_GATHER = _skip(
     "WEIGHT_GATHER",
     "the gathered tensor is a matmul's right-hand operand, a vector, or an input of the graph whose rows are looked "
     "up. Its group has no tensor-parallel chain in this graph, or is named for data parallelism",
-    "nothing to do for parameters, as FSDP's; otherwise name the group in Config(groups=...)",
+    "nothing to do for parameters, as FSDP's, or context parallelism's keys and values; otherwise name the group in "
+    "Config(groups=...)",
 )
 SINGLE_RANK = _skip(
     "ATP004",
@@ -142,9 +143,10 @@ OTHER_COLLECTIVE = _skip(
 GATHERED_SCALE = _skip(
     "ATP007",
     "GATHERED_SCALE",
-    "the gathered tensor only scales a matmul or its result, and does not travel with the data that it scales",
-    "to let it travel with the data, gather it over the same group, for that matmul only. Give it one fp32 number for "
-    "each row, in the data's order",
+    "the gathered tensor is a matmul's bias. Or it only scales a matmul or its result, and does not travel with the "
+    "data that it scales",
+    "nothing to do for a bias. To let scales travel with the data, gather them over the same group, for that matmul "
+    "only. Give them one fp32 number for each row, in the data's order",
     rank=4,
 )
 NO_ELEMENTS = _skip(
@@ -230,13 +232,15 @@ PIECES_MISSING = _miss(
     "ATP103",
     "PIECES_MISSING",
     "part of the gathered or scattered tensor is dropped (sliced off or left out of a concatenation)",
-    "trim after both, the matmul and the collective, or multiply and communicate only what is used",
+    "trim the matmul's result, or gather only what is used",
+    "multiply only the rows that are reduced; trim the result of an all-reduce",
 )
 VIEW_NOT_UNDERSTOOD = _miss(
     "ATP104",
     "VIEW_NOT_UNDERSTOOD",
     "a view between the collective and the matmul cannot be followed as an index map",
-    "write it with reshape, permute, split/chunk, slice and cat, or move it after both, the matmul and the collective",
+    "write it with reshape, permute, split/chunk, slice and cat, or move it before or after both, the matmul and the "
+    "collective. Nothing to do for rows that are regrouped of elements of several ranks",
 )
 COMPUTED_BETWEEN = _miss(
     "ATP105",
@@ -280,7 +284,7 @@ SUM_HAS_OTHER_TERM = _miss(
     "SUM_HAS_OTHER_TERM",
     "the reduced sum has a scaled addition, or a term of another shape or layout: a row, a number, a transposed tensor",
     "add a term that is the same on all ranks to the collective's result. Expand any other term to the shape of the "
-    "matmul's result, and add it before that is transposed",
+    "matmul's result, and transpose the collective's result instead. Scale an operand of the matmul, not its result",
 )
 SUM_TERMS_DISAGREE = _miss(
     "ATP111",
@@ -303,15 +307,16 @@ UNEVEN_SHARDS = _miss(
     "the shards are uneven. Their padding is neither rows that a slice cuts off before the matmul, nor rows of zeros "
     "that come last before a reduce-scatter",
     "cut the padding off the matmul's result. Give a contraction a size that the ranks divide",
-    "pad the matmul's result by rows of zeros at its end, after all that is added to it. Then reduce-scatter its rows",
+    "pad the matmul's result by rows of zeros at its end, after all that is added to it. Then reduce-scatter its rows. "
+    "Pad another dimension after the collective",
 )
 MATMUL_NOT_UNDERSTOOD = _miss(
     "ATP115",
     "MATMUL_NOT_UNDERSTOOD",
     "the matmul is of a form that asynctp does not rewrite (a weight for each batch, grouped, an op it does not know)",
     "use torch.nn.functional.linear or scaled_mm with one weight. Describe a custom op with "
-    "asynctp_passes.register_matmul. Freeze without packing: torch._inductor.config.cpp.weight_prepack = False. "
-    "Nothing to do for attention's own matmuls",
+    "asynctp_passes.register_matmul. Freeze without packing: set torch._inductor.config.cpp.weight_prepack = False "
+    "before the first compile that freezes. Nothing to do for attention's own matmuls",
 )
 MATMUL_PADDED = _miss(
     "ATP116",
@@ -375,7 +380,8 @@ ADDMM_SCALED = _miss(
     "ATP205",
     "ADDMM_SCALED",
     "addmm has alpha or beta different from 1, or a bias that is neither one row nor as large as the result",
-    "scale the weight or the result instead; pass the bias as a vector of the output width",
+    "scale the weight, the bias or the result itself. Pass the bias as a vector of the output width, or add it to the "
+    "matmul's result",
     serves_others=True,
 )
 RESULT_SCALED = _miss(
@@ -434,7 +440,8 @@ RANKS_DIFFER = _miss(
     "deviate=False forbids it, or nothing compares such calls on GPUs. The collective stays as it is, fused in "
     "another way or not at all",
     "let every rank compute the same from the communicated tensor, with the same asynctp, torch and options. If one "
-    "rank looks at a tensor, let all take a copy. ASYNCTP_AGREE_S is how long ranks wait for one another",
+    "rank looks at a tensor, let all take a copy. ASYNCTP_AGREE_S is how long ranks wait for one another. Or let the "
+    "program itself do before the collective what the facts name",
 )
 
 # --- 3xx kernel limits ---------------------------------------------------------------------------------
@@ -442,7 +449,8 @@ DTYPE_UNSUPPORTED = _miss(
     "ATP301",
     "DTYPE_UNSUPPORTED",
     "the operands' dtype is not one that the fused ops take",
-    "use bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2",
+    "use bfloat16, float16, float32, float64, float8_e4m3fn or float8_e5m2. Let a matmul without scales return the "
+    "dtype of its operands",
 )
 DEVICE_UNSUPPORTED = _miss(
     "ATP302",

@@ -98,11 +98,11 @@ def _members(call: fx.Node, op: CollectiveOp) -> list[Collective | None]:
 
 
 def read_sizes(graph: fx.Graph, collectives: Sequence[Collective], erased: Container[fx.Node] = ()) -> Sizes:
-    """The reader of a graph's sizes. It takes a size that is reduced and scattered for a multiple of the ranks.
+    """The reader of a graph's sizes. It assumes that a size that is scattered is a multiple of the ranks.
 
-    A run in which it is none ends with an error: of the collective, or of the op that stands for it, which checks the
-    same. Not so a collective that may be `erased`, one of a list of tensors, which NCCL does not check, and a
-    registered one, which may do anything with the rest.
+    A run in which it is not ends with an error: of the collective, or of the op in its place, which checks the same.
+    Three kinds of collectives prove nothing: those that may be `erased`, those of a list of tensors, which NCCL does
+    not check, and registered ones, which may do anything with the rest.
     """
     checked = (one for one in collectives if op_name(one.node) in _CHECKED and one.node not in erased)
     inputs = ((tensor_of(one.input), one.group_size) for one in checked if one.group_size > 1)

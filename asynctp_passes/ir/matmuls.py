@@ -133,7 +133,7 @@ def operands_that_are(matmul: fx.Node, nodes: Container[fx.Node]) -> set[str]:
 
 
 def feeds_left_operand(matmul: fx.Node, before: fx.Node) -> bool:
-    """True when `before` is the matmul's left operand."""
+    """True when the node `before` is a left operand of the node `matmul`."""
     return "left" in operands_that_are(matmul, (before,))
 
 

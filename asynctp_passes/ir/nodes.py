@@ -234,7 +234,7 @@ def nodes_in(values: Any) -> list[fx.Node]:
 
 
 def filling_of(node: fx.Node) -> Any:
-    """The argument or number that fills a tensor of one number everywhere, by its op; None for any other tensor."""
+    """The argument or number with which a node's op fills its tensor; None where it does something else."""
     constant = traits_of(node).constant
     return arguments(node)[constant] if isinstance(constant, str) else constant
 

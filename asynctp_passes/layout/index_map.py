@@ -130,7 +130,7 @@ class IndexMap:
         return IndexMap(dims, self.offset + moved)
 
     def select(self, axis: int, index: Size) -> IndexMap | Refusal:
-        """One index of dimension `axis`, which goes away."""
+        """The map of one index of dimension `axis`, without that dimension."""
         piece = self.narrow(axis, index, 1)
         if isinstance(piece, Refusal):
             return piece
@@ -213,7 +213,7 @@ def _every(dim: Dim, start: Size, length: Size, step: int) -> tuple[list[Digit],
 
 
 def concatenate(pieces: Sequence[IndexMap], axis: int) -> IndexMap | Refusal:
-    """Pieces of one source joined along `axis`, in the order given."""
+    """The map of pieces of one source that are joined along `axis`, in the order given."""
     first = pieces[0]
     lengths = [[length_of(dim) for dim in _others(piece, axis)] for piece in pieces]
     if any(not same(a, b) for other in lengths[1:] for a, b in zip(other, lengths[0], strict=False)):

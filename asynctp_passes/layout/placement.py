@@ -115,9 +115,9 @@ class GatherPlacement:
 
     @property
     def as_sent(self) -> GatherPlacement:
-        """The placement of the operand whose ranks' parts are the shards as they are: its rows may lie in other places.
+        """The placement of an operand that takes each shard's rows in the shard's own order, so that nothing moves.
 
-        Its rows are [ranks, rows of a shard], or those of a shard along the contraction.
+        Its rows are [ranks, rows of a shard]; along the contraction, the rows of a shard.
         """
         rows = self.row_order
         if self.shard.is_reshape or rows is None:

@@ -70,10 +70,10 @@ class Propagation:
         maps: Index maps of the nodes that rearrange the source (or one of several like sources).
         pieces: Maps of the elements of nodes that return several tensors (split, chunk, unbind); None for elements that
             are no rearrangement of the source (other tensors that are waited for together).
-        refused: Nodes that take a followed tensor and do a thing to it that has no index map.
-        terms: The sources whose sum a followed node is a rearrangement of (one, unless sums are followed), and how
-            often each counts. In sums tensors besides sources too, which have the layout of these.
-        lost: Nodes besides those refused that come from a source, and are not followed.
+        refused: Nodes that take a followed tensor, and whose op has no index map.
+        terms: For a followed node, the sources whose sum it rearranges, and how often each counts. It is one source,
+            unless sums are followed. A sum may have other terms too, laid out as the sources.
+        lost: Other nodes that are computed from a source, and are not followed.
     """
 
     maps: dict[fx.Node, IndexMap] = field(default_factory=dict)
@@ -537,7 +537,7 @@ def _cast(call: _Call) -> Result:
 
 
 def _add(call: _Call) -> Result:
-    """A sum keeps the map its two terms share, or that of the one that is followed."""
+    """The map of a sum: that of its followed terms, which has to be the same for both."""
     left, right = call.values["self"], call.values["other"]
     followed = [node for node in (left, right) if call.propagation.has(node)]
     others = [node for node in (left, right) if not call.propagation.has(node)]

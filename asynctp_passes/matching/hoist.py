@@ -140,13 +140,16 @@ def _hoist(
 
 
 def _needed(region: ShardRegion, ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """Those reductions over all ranks' rows, each the first of its value, that `ends` are computed from."""
+    """The reductions over all ranks' rows that `ends` are computed from; of equal ones, the first."""
     above = reachable(ends, where=lambda node: node in region.home or node in region.known)
     return {region.known[node] for node in above if node in region.known} & region.cross_rank.keys()
 
 
 def _row_numbers(region: ShardRegion, side_gathers: Sequence[fx.Node], data: GatherPlacement) -> fx.Node | None:
-    """The first of small roots that has one fp32 number for each row of the data, in the rows' order; its twin."""
+    """The first root that is gathered on its own and has one fp32 number for each row of the data, in their order.
+
+    It is named by its twin, the first root that holds the same. None where no root does.
+    """
     for root in side_gathers if data.axis == "rows" else ():
         value, found = tensor_of(root), region.roots[root]
         in_order = same(found.outer, data.outer) and same(found.block, data.inner)

@@ -173,7 +173,7 @@ class MatchContext:
         return self._limit(gather, opaque=True)
 
     def _limit(self, gather: Collective, opaque: bool) -> int:
-        """The same, where opaque ops count or do not."""
+        """`until` of a gather, where opaque ops count or do not."""
         start = self.order[gather.node]
         if gather.node in self.fixed:
             return start
@@ -191,7 +191,7 @@ class MatchContext:
 
     @functools.cached_property
     def opaque(self) -> list[fx.Node]:
-        """The opaque ops: fixed points among what communicates."""
+        """The opaque ops, which may communicate: collectives keep their places among them."""
         return [node for node in self._communications if is_opaque(node)]
 
     @functools.cached_property

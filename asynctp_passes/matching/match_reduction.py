@@ -39,10 +39,11 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
     region, leaves = _region(context, scatter.source if padding is None else padding.source)
     matmul_nodes = context.sorted(leaf for leaf in leaves if context.matmul_of(leaf) is not None)
     way = _way_up(context, scatter, leaves)
+    statistics = _is_of_statistics(scatter, [*region, *way])
     chain = (
         _scatter_chain(context, scatter, region, matmul_nodes, padding)
-        if matmul_nodes
-        else _near_scatter(context, scatter, _looked_up(region) or leaves, way)
+        if matmul_nodes and not statistics
+        else _near_scatter(context, scatter, _looked_up(region) or leaves, [] if statistics else way)
     )
     if isinstance(chain, Refusal):
         trimmed = chain.reason is reasons.PIECES_MISSING
@@ -68,7 +69,7 @@ def _scatter_chain(
 ) -> ScatterChain | Refusal:
     """Prove that the collective's input is a sum of matmuls, arranged by rank (or in any way, to be all-reduced).
 
-    Or that what is padded to become its input is such a sum, in the products' own order.
+    With a `padding`, the tensor that is padded has to be such a sum, in the order of the matmuls' results.
     """
     matmuls = _read_terms(context, matmul_nodes)
     if isinstance(matmuls, Refusal):
@@ -262,14 +263,22 @@ def _looked_up(region: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Node], way: Sequence[fx.Node]) -> Refusal:
-    """Why a reduction that no matmul feeds is not fused. An all-reduce of statistics of products is no miss."""
-    statistics = scatter.kind == "all_reduce" and any(map(near_miss.reduces, way))
-    if way and not statistics:
+    """Why a reduction that no matmul feeds is not fused."""
+    if way:
         return Refusal(reasons.COMPUTED_BETWEEN, near_miss.names(way[::-1]) + near_miss.unknown(way))
     made = context.sorted(leaves)
     if region := next(filter(_is_product_of_region, made), None):
         return Refusal(reasons.MATMUL_IN_ANOTHER_GRAPH, f"{scatter.node.name} is of a matmul in {region.name}")
     return Refusal(near_miss.absent(made, "placeholder"), f"{scatter.node.name}: made by {near_miss.callers(made)}")
+
+
+def _is_of_statistics(scatter: Collective, nodes: Iterable[fx.Node]) -> bool:
+    """True for an all-reduce of statistics of matmuls' results, or of one number picked of each row: that is no miss.
+
+    So are the maxima, the sums and the targets' logits of a cross-entropy over a sharded vocabulary.
+    """
+    taken = (near_miss.reduces(node) or near_miss.picks_one_a_row(node) for node in nodes)
+    return scatter.kind == "all_reduce" and any(taken)
 
 
 def _is_product_of_region(node: fx.Node) -> bool:

@@ -50,6 +50,7 @@ __all__ = [
     "looks_up",
     "names",
     "only_scales",
+    "picks_one_a_row",
     "quantizes",
     "reduces",
     "to_register",
@@ -121,6 +122,16 @@ def _same(rows: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def reduces(node: fx.Node) -> bool:
     """True for sums, means, maxima and the like."""
     return traits_of(node).reduces is not None
+
+
+def picks_one_a_row(node: fx.Node) -> bool:
+    """True for an op that picks one number of each row, as a loss picks the logit of each row's target."""
+    return traits_of(node).view is View.PICK and _is_one_a_row(node) and not _is_one_a_row(first_tensor(node))
+
+
+def _is_one_a_row(node: fx.Node | None) -> bool:
+    value = tensor_of(node)
+    return is_vector(node) or (value is not None and identical(value.shape[-1], 1))
 
 
 class Ways:

@@ -308,7 +308,7 @@ class ShardRegion:
         return place.dim - len(self.view(member).dims), place.outer, place.inner
 
     def is_filled(self, node: fx.Node) -> bool:
-        """True for a tensor that is made of numbers in the graph alone, all its elements of the same, and stays so."""
+        """True for a tensor whose elements are all one number, made in the graph from numbers, and never changed."""
         stack = [node]
         while stack:
             step = stack.pop()

@@ -1,4 +1,6 @@
-"""The three fused ops, `torch.ops.asynctp.*`: schemas, fake and real implementations, gradients, and Python callers.
+"""The fused ops, the collectives beside them, and the reference programs, which define what each op must compute.
+
+`torch.ops.asynctp.*` are three fused ops, with fake and real implementations, gradients and Python callers:
 
     a_shard → all_gather → mm, mm, …          asynctp::all_gather_matmul
     mm + mm + … (+ x) → reduce_scatter        asynctp::matmul_reduce_scatter

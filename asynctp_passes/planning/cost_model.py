@@ -88,7 +88,7 @@ class Cost:
 
 
 def machine_for(node: fx.Node) -> Machine | None:
-    """The machine a node's tensor lives on, if its rates are known: in bf16, fp16 and fp8."""
+    """The machine that a node's tensor lives on; None where its rates are not known, or not for this dtype."""
     value = tensor_of(node)
     if value is None or value.device.type != "cuda" or not torch.cuda.is_available():
         return None

@@ -115,9 +115,9 @@ def _verdict(candidate: Candidate, context: Context) -> Refusal | None:
 
 
 def without(decisions: Sequence[Decision], context: Context) -> tuple[list[Decision], Context]:
-    """Decisions that were made before the ranks were asked, but for the refused deviations, and their context.
+    """The decisions from before the ranks were asked, without the refused deviations, and their context.
 
-    Nothing new takes the place of these.
+    No other decision takes the place of a refused one.
     """
     collectives = [one.candidate.collective for one in decisions]
     context = replace(context, unused=_dropped_everywhere(collectives, context))

@@ -124,7 +124,7 @@ class Words:
         return self._place[collective.node]
 
     def of_saved(self, reduction: Collective) -> str:
-        """The reduction that is saved for the backward in place of its products."""
+        """The text of a reduction whose result is saved for the backward, in place of the matmuls it sums."""
         return f"save: {reduction.kind} {self._place[reduction.node]}"
 
     def of_kept(self, gather: Collective) -> str:

@@ -133,9 +133,14 @@ def result_used(candidate: Candidate, context: Context) -> Refusal | None:
 
 
 def collective_in_scope(candidate: Candidate, context: Context) -> Refusal | None:
-    """Refusals that put a candidate out of scope come before the question of its group."""
+    """Refusals that put a candidate out of scope come before the question of its group.
+
+    Not so that of a bias or a scale, which may be a parameter.
+    """
     refusal = _first(candidate)
-    return refusal if refusal is not None and not refusal.reason.in_scope else None
+    if refusal is None or refusal.reason.in_scope or refusal.reason is reasons.GATHERED_SCALE:
+        return None
+    return refusal
 
 
 def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:

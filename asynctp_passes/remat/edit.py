@@ -94,7 +94,7 @@ def _save(halves: Halves, shard: fx.Node) -> fx.Node:
 
 
 def _erase_unused(nodes: Iterable[fx.Node]) -> None:
-    """Erase what only these led to, and what does nothing besides computing its result."""
+    """Erase these nodes and their sources where nothing uses them any more, and where they only compute a result."""
     stack, erased = list(nodes), set[fx.Node]()
     while stack:
         node = stack.pop()

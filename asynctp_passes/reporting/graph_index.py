@@ -121,7 +121,7 @@ def _pages(folder: Path) -> list[Path]:
 
 
 def _about(path: Path) -> About | None:
-    """None for a page of another program, and for one that is gone by now."""
+    """Read what a page tells of its graph; None for a page of another program, and for one that is gone by now."""
     try:
         return About.in_page(_beginning(path))
     except FileNotFoundError:

@@ -29,7 +29,7 @@ class Summary:
 
     All graphs into which torch cuts one compile of a function count together. A function that was compiled several
     times counts once for its forward and once for its backward: with the compile that has the most missed chains, then
-    the fewest fused ones.
+    the fewest fused ones. A method counts so for each module that it was compiled for.
 
     Attributes:
         fused: Chains that became one op.
@@ -112,8 +112,8 @@ class _Compile:
         return failed, -sum(len(report.fused) for report in self.reports)
 
 
-_Key = tuple[str, str, str, bool]
-"""The function, by Dynamo's name and its own; the phase; and whether it is of chains that lie in two graphs."""
+_Key = tuple[str, str, int, str, bool]
+"""The function, by Dynamo's name and its own; its module; the phase; and whether chains lie in two graphs."""
 
 
 class Picture:
@@ -162,7 +162,9 @@ class Picture:
             if (known := dynamo.compiled_function()) is not None:
                 self._names[function] = known.name  # numbers begin anew after torch._dynamo.reset()
             number, attempt = (None if strayed else dynamo.compile_under_way()) or (next(self._apart), 0)
-            compiles = self._compiles.setdefault((function, self._names.get(function, ""), report.phase, across), {})
+            module = 0 if strayed else dynamo.compiled_module()
+            key = function, self._names.get(function, ""), module, report.phase, across
+            compiles = self._compiles.setdefault(key, {})
             one = compiles.get(number)
             if one is None or one.ended or one.attempt != attempt:
                 one = compiles[number] = _Compile(attempt)
@@ -176,7 +178,7 @@ class Picture:
             return []
         number, attempt = under_way
         with self._lock:
-            alike = [compiles for key, compiles in self._compiles.items() if key[2:] == (phase, False)]
+            alike = [compiles for key, compiles in self._compiles.items() if key[-2:] == (phase, False)]
             found = [compiles[number] for compiles in alike if number in compiles]
         return [report for one in found if one.attempt == attempt and not one.ended for report in one.reports]
 

@@ -81,9 +81,10 @@ def _expect_message(report: Report, config: Config, fused: int, earlier: int) ->
     most = fused + len(report.missed)
     remedy = "mend what is missed"
     if most < config.expect:
+        mended = f", or {most} once what is missed is mended" if report.missed else ""
         remedy = (
-            f"expect={most} or less: no more chains of this graph are in scope, and expect counts in each graph that "
-            "has any. asynctp_passes.require(fused=N) counts those of all graphs"
+            f"expect={fused} or less{mended}: no more chains of this graph are in scope, and expect counts in each "
+            "graph that has any. asynctp_passes.require(fused=N) counts those of all graphs"
         )
     return (
         f"asynctp: expect={config.expect}, but {fused} of the {most} chains of {_name_of(report, earlier)} are "

@@ -31,6 +31,9 @@ _SCALED_MM = (
     "use torch._scaled_mm or torch.ops.aten._scaled_mm_v2, or a newer torch",
 )
 
+_IN_NO_GRAPH = "what is called there runs outside every graph and is in no report"
+_IN_ANOTHER_GRAPH = "what is called there is in another graph than what is around it, or in none and in no report"
+
 _HIDING = {
     _GATHER_HELPER: (
         "all_gather_tensor(gather_dim != 0)",
@@ -62,6 +65,9 @@ _HIDING = {
     "wrap <class 'torch.nn.functional._ScalingType'>": _SCALED_MM,  # 2.12, where the frame itself names the recipe
 }
 """For what dynamo says when it breaks a graph, or gives a frame up: at which call, why, and what to do."""
+
+_CALLING_MODULES = ("the function `checkpoint_sequential`", "Module-level backwards hooks require compiled autograd")
+"""Those of them whose calls run modules, which dynamo may compile by themselves."""
 
 
 _VARIANT = (
@@ -110,19 +116,18 @@ def hidden_calls(breaks: Sequence[str] | None = None) -> str:
     """
     texts = dynamo.graph_breaks() if breaks is None else breaks
     counts = {mark: sum(mark in text for text in texts) for mark in _HIDING}
-    return "; ".join(_hidden(*_HIDING[mark], count) for mark, count in counts.items() if count)
+    return "; ".join(_hidden(mark, count) for mark, count in counts.items() if count)
 
 
-def _hidden(call: str, why: str, remedy: str, count: int) -> str:
+def _hidden(mark: str, count: int) -> str:
+    call, why, remedy = _HIDING[mark]
     times = f"{count} time{'s' if count > 1 else ''}"
-    return (
-        f"{_BROKE}{call}, {times} in this process: what is called there runs outside every graph and is "
-        f"in no report ({why}); {remedy}"
-    )
+    effect = _IN_ANOTHER_GRAPH if mark in _CALLING_MODULES else _IN_NO_GRAPH
+    return f"{_BROKE}{call}, {times} in this process: {effect} ({why}); {remedy}"
 
 
 def _checkpoint_of_dtensors(graph: fx.Graph, version: str) -> str:
-    """torch 2.12 takes what forward saves for tensors, then objects; a random state comes after the objects."""
+    """A note on a graph that torch 2.12 cannot run: a saved random state, a tensor, comes after saved objects."""
     if not version.startswith(("2.12.", "2.13.0")):
         return ""
     (results,) = next(node.args for node in reversed(graph.nodes) if node.op == "output")

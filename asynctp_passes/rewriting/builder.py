@@ -19,7 +19,7 @@ from asynctp_passes.matching.chains import Bucket, Chain
 from asynctp_passes.planning.plan import Plan
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["INHERITED", "Builder", "RewriteState"]
+__all__ = ["INHERITED", "Builder", "RewriteState", "Site"]
 
 _aten = torch.ops.aten
 INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
@@ -63,6 +63,18 @@ class RewriteState:
         return collective.node in self.kept_by_all
 
 
+@dataclass(frozen=True)
+class Site:
+    """A collective that no matmul takes in, and that is made anew: what a `Builder` needs to know of it."""
+
+    collective: Collective
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The tensor that is communicated."""
+        return (self.collective.source,)
+
+
 class Builder:
     """Makes nodes for one chain in front of `anchor`, each with a fake tensor and the origin of the chain.
 
@@ -71,7 +83,7 @@ class Builder:
         late: Those of them that may come late.
     """
 
-    def __init__(self, state: RewriteState, chain: Chain | Bucket, anchor: fx.Node) -> None:
+    def __init__(self, state: RewriteState, chain: Chain | Bucket | Site, anchor: fx.Node) -> None:
         self.state = state
         self.graph = state.graph
         self.sizes = state.sizes

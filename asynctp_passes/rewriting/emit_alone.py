@@ -23,7 +23,7 @@ from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Bucket
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning.legality import on_wire
-from asynctp_passes.rewriting.builder import Builder, RewriteState
+from asynctp_passes.rewriting.builder import Builder, RewriteState, Site
 from asynctp_passes.rewriting.cleanup import erase_unused, shared_by
 from asynctp_passes.rewriting.places import mark_items
 from asynctp_passes.torch_private import symbolic_sizes
@@ -50,7 +50,7 @@ def emit_left_items(state: RewriteState) -> None:
     for call in dict.fromkeys(one.call for one in several if one.call is not None):
         marks = mark_items(state, call)
         for index, item in left_items(call).items():  # they would go with those that are taken in
-            _emit(Builder(state, Bucket((item,), call), marks[index]), item)
+            _emit(Builder(state, Site(item), marks[index]), item)
 
 
 def emit_alone(state: RewriteState) -> None:
@@ -60,7 +60,7 @@ def emit_alone(state: RewriteState) -> None:
     for collective in state.plan.alone:
         place = state.items.get(collective.node, collective.start)
         shares = shared_by((collective,))
-        build = Builder(state, Bucket((collective,), place), place)
+        build = Builder(state, Site(collective), place)
         _emit(build, collective)
         if build.made:  # else it stays where it is, and has become ours
             old |= {*collective.nodes, *shares, *(() if collective.call is None else collective.call.users)}
@@ -92,7 +92,7 @@ def _emit(build: Builder, collective: Collective) -> None:
 
 
 def _started_with(build: Builder, collective: Collective) -> list[Any]:
-    """The argument of the op of a single tensor: the ranks' blocks first, in row-major order."""
+    """The arguments of the op of a single tensor: the tensor with the ranks' blocks first, row-major, then how."""
     source, dim, ranks = build.now(collective.source), collective.dim, collective.group_size
     if collective.kind == "reduce_scatter" and dim:
         own = build.shape(source)

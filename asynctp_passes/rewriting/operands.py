@@ -50,7 +50,7 @@ def column_scale(build: Builder, scaled: ScaledOptions) -> fx.Node:
 
 
 def shape_of_scales(rows: Sequence[Size], scaled: ScaledOptions) -> list[Size]:
-    """The dimensions of the scales of an A with these: a number per row, or those of blocks."""
+    """The shape of A's scales, by the sizes `rows` of A: one number a row, or those of its blocks."""
     return [*rows[:-2], divided(rows[-2], scaled.of_a.rows), scaled.of_a.numbers]
 
 

@@ -57,7 +57,7 @@ class Moves:
         early: What these are computed from comes in front of them.
         late: Nodes that come just before their first users.
         staying: Gathers that stay for other users, each with its fused op.
-        beside: Collectives that no op takes in, each with the products that it is to run beside, and its `options_of`.
+        beside: Collectives that no op takes in, each with the matmuls that it is to run beside, and its `options_of`.
     """
 
     early: list[fx.Node] = field(default_factory=list)
@@ -69,16 +69,16 @@ class Moves:
 def schedule(
     graph: fx.Graph, moves: Moves, work: Mapping[fx.Node, int | None], segment: Mapping[fx.Node, int]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """Restore the order where an operand of a later matmul moved, and move collectives beside their products.
+    """Restore the order where an operand of a later matmul moved, and move collectives beside their matmuls.
 
     Args:
         graph: The graph.
         moves: What is to move.
         work: Floating point operations of each fused op.
-        segment: Between which in-place operations each node belongs.
+        segment: For each node the number of its stretch between in-place operations (`segments`).
 
     Returns:
-        What must come after what, besides what its inputs say.
+        For some nodes, the nodes that must run before them, besides their inputs.
 
     Raises:
         RuntimeError: The order of communication is not the plan's, which ranks share. An error of this package.
@@ -355,7 +355,7 @@ def _passes(first: fx.Node, start: fx.Node) -> bool:
 
 
 def _carries(waits: Iterable[fx.Node], last: fx.Node) -> bool:
-    """True when waits that move after a node take communication along, past what lies between."""
+    """True when waits, moved after the node `last`, would move ops that communicate as well."""
     moved = reachable(waits, lambda node: node.users, lambda node: node < last)
     return any(map(communicates, moved))
 

@@ -83,19 +83,46 @@ def compiled_function() -> CompiledFunction | None:
     return _functions.get(frame_id) or CompiledFunction(f"function {frame_id}")
 
 
+_modules: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+_next_module = itertools.count(1)
+_module_of: dict[tuple[int, int], int] = {}  # by Dynamo's numbers of a compile: a backward may be compiled later
+
+
+def compiled_module() -> int:
+    """A number of the module whose method is compiled, its backward included; 0 for a function of no module."""
+    numbers = compile_id()
+    frame_id, number = getattr(numbers, "frame_id", None), getattr(numbers, "frame_compile_id", None)
+    if frame_id is None or number is None:
+        return 0
+    output, _ = _output_on_stack()
+    if output is not None:  # not of a backward, and numbers begin anew after torch._dynamo.reset()
+        scope = getattr(output, "local_scope", {})
+        found = next((scope[name] for name in ("self", "fn") if isinstance(scope.get(name), torch.nn.Module)), None)
+        if found is not None and found not in _modules:
+            _modules[found] = next(_next_module)
+        _module_of[frame_id, number] = 0 if found is None else _modules[found]
+    return _module_of.get((frame_id, number), 0)
+
+
 def _function_on_stack() -> CompiledFunction | None:
     """The function whose graph Dynamo gives to its backend just now."""
+    output, reason = _output_on_stack()
+    code = _wrapped_code(output) or getattr(getattr(output, "root_tx", None), "f_code", None)
+    if code is None:
+        return None
+    original = original_code(code)
+    resumes = "" if original is code else _name_of(original)
+    return CompiledFunction(_name_of(code), resumes, bool(getattr(reason, "graph_break", False)))
+
+
+def _output_on_stack() -> tuple[Any, Any]:
+    """The output graph that Dynamo gives to its backend just now, and why that ends; None without one."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "compile_subgraph" and "reason" in frame.f_locals:
-            output, reason = frame.f_locals.get("self"), frame.f_locals["reason"]
-            code = _wrapped_code(output) or getattr(getattr(output, "root_tx", None), "f_code", None)
-            if code is not None:
-                original = original_code(code)
-                resumes = "" if original is code else _name_of(original)
-                return CompiledFunction(_name_of(code), resumes, bool(getattr(reason, "graph_break", False)))
+            return frame.f_locals.get("self"), frame.f_locals["reason"]
         frame = frame.f_back
-    return None
+    return None, None
 
 
 def _wrapped_code(output: Any) -> CodeType | None:

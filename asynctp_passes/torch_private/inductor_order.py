@@ -26,9 +26,8 @@ def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> list[fx.
 
     Outside a compile, where nothing reorders, the graph stays as it is. Of a node with several results a tensor is
     named, and moved next to it: Inductor passes over dependencies that are no tensors, or fails on a number. A number
-    is made a tensor, to be named. A node's inputs are named too, since Inductor computes what is named at once; it
-    would put what it computes only for the node after the others as well, and could make it together with nothing that
-    comes before those.
+    is made a tensor, to be named. A node's inputs are named too: otherwise Inductor would also delay them, and could
+    not fuse them with earlier work.
 
     Returns:
         The nodes without a result, for which Inductor cannot be told to wait.

@@ -132,11 +132,11 @@ _tunes: Callable[[], bool] = getattr(torch._C, "_cuda_tunableop_is_enabled", boo
 
 
 def forgetful_allocator() -> str | None:
-    """The setting by which PyTorch's allocator gives away what is freed in a pool, instead of keeping it for that pool.
+    """The setting by which PyTorch's allocator may give memory that a pool has freed to others; None without one.
 
-    None where it keeps it. Not so with the driver's own allocator, without caching, and, should memory run out, with
-    `max_split_size_mb`. Old torch does not tell of `caching_allocator_enable(False)`, nor of settings that the program
-    has made while it runs; 2.11 of neither.
+    Those are another backend than the native one, no caching, and `max_split_size_mb`, once memory runs out. Old torch
+    does not tell of `caching_allocator_enable(False)`, nor of settings that the program has made while it runs; 2.11
+    tells of neither.
     """
     made: Callable[[], str] = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
     caches: Callable[[], bool] = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +75,48 @@ def row(
 
     def add(build: Build) -> Build:
         ROWS.append(Row(build, name, fact, config, ranks, fused, mesh_dim, rank))
+        return build
+
+    return add
+
+
+# --- remedies ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Remedy:
+    """A row's program after its hint was followed word for word.
+
+    Attributes:
+        row: The row.
+        build: Builds the graph.
+        outcome: What becomes of the collective.
+        differs: Why the program computes something else than the row's; it computes the same where this is empty.
+        equal: The inputs that are the same on all ranks, where the program computes the same for such only.
+        using: Applies what the hint says to set or register, and takes it back.
+        config: Fields of the configuration that the hint says to set.
+    """
+
+    row: Row
+    build: Build
+    outcome: str = "FUSED"
+    differs: str = ""
+    equal: tuple[str, ...] = ()
+    using: Callable[[], AbstractContextManager[Any]] = nullcontext
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return f"{self.row.id}-{self.build.__name__}"
+
+
+REMEDIES: list[Remedy] = []
+
+
+def mends(before: Build, **facts: Any) -> Callable[[Build], Build]:
+    """Add the decorated builder as a remedy of a row; without one, as of what is set: `mends(before, ...)(before)`."""
+    (line,) = (line for line in ROWS if line.build is before)
+
+    def add(build: Build) -> Build:
+        REMEDIES.append(Remedy(line, build, **facts))
         return build
 
     return add

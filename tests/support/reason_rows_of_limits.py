@@ -152,6 +152,16 @@ def product_transposed_before_it_is_reduced(b: GraphBuilder) -> Node:
     return b.all_reduce(b.call(torch.ops.aten.clone.default, product, memory_format=torch.contiguous_format))
 
 
+@row("SENT_REARRANGED", "taken in the order")
+def gathered_and_transposed(b: GraphBuilder) -> Node:
+    return times(b, b.permute(gathered(b), [1, 0]))
+
+
+@row("RANKS_DIFFER", "deviate=False", deviate=False)
+def relu_after_the_gather_without_deviations(b: GraphBuilder) -> Node:
+    return times(b, b.relu(gathered(b)))
+
+
 @row("MUTATED_IN_BETWEEN", "copy_")
 def mutation_between(b: GraphBuilder) -> Node:
     whole, w = gathered(b), b.input("w", [8, 12])
@@ -191,6 +201,13 @@ def scaled_matmul_with_a_folded_output_scale(b: GraphBuilder) -> Node:
     out = scaled(b, [], [])
     out.meta["inductor_folded_scaled_mm_output_scale"] = True
     return out
+
+
+@row("RESULT_SCALED", "_scaled_mm")
+def scatter_of_a_product_with_a_result_scale(b: GraphBuilder) -> Node:
+    a, w = b.input("a", [16, 32], FP8), b.input("w", [32, 16], FP8, column_major=True)
+    one = b.input("one", [])
+    return b.scatter(b.scaled_mm(a, w, one, one, scale_result=b.input("result_scale", [])))
 
 
 @row("SHAPE_UNKNOWN", "all_gather_into_tensor")

@@ -25,6 +25,7 @@ for _name in (
     "combine",
     "all_reduce_and_norm",
     "custom_sum",
+    "normalize",
 ):
     _OWN_OPS.define(f"{_name}(Tensor x) -> Tensor")
 _OWN_OPS.define("finish(Tensor x, Tensor w) -> Tensor")
@@ -34,6 +35,7 @@ _OWN_OPS.define("int4mm_packed_weight_cpu(Tensor x, Tensor weight) -> Tensor")
 _OWN_OPS.define("_linear_pointwise(Tensor x, Tensor weight) -> Tensor")
 
 own = torch.ops.own_like
+torch.library.register_fake("own_like::normalize", torch.empty_like, lib=_OWN_OPS)
 
 
 def called(b: GraphBuilder, op: Any, *inputs: Node, shape: tuple[int, ...] = (16, 12), dtype: Any = None) -> Node:
@@ -146,6 +148,11 @@ def own_op_of_no_product(b: GraphBuilder) -> Node:
 )
 def own_op_of_a_gathered_tensor(b: GraphBuilder) -> Node:
     return b.mm(called(b, own.scale, gathered(b)), b.input("w", [12, 6]))
+
+
+@row("COMPUTED_BETWEEN", 'known to be row-wise: if it is, register_rowwise("own_like::normalize")')
+def own_op_with_a_fake_of_a_gathered_tensor(b: GraphBuilder) -> Node:
+    return b.mm(b.call(own.normalize.default, gathered(b)), b.input("w", [8, 12]))
 
 
 @row("MATMUL_NOT_UNDERSTOOD", "own_like.finish.default")

@@ -96,6 +96,26 @@ def all_reduce_of_a_products_maximum(b: GraphBuilder) -> Node:
     return b.all_reduce(b.call(aten.amax.default, product(b), [-1]), "max")
 
 
+@row("NO_MATMUL", "made by aten.mul.Tensor")
+def all_reduce_of_the_logits_of_targets(b: GraphBuilder) -> Node:
+    """As the cross-entropy of a vocabulary that is sharded has them: those of other ranks' targets are zeros."""
+    logits = b.call(aten.sub.Tensor, product(b), b.input("largest", [16, 1]))
+    picked = b.call(aten.gather.default, logits, 1, b.input("targets", [16, 1], torch.int64))
+    return b.all_reduce(b.mul(b.reshape(picked, [16]), b.input("mine", [16])))
+
+
+@row("NO_MATMUL", "made by aten.index.Tensor")
+def all_reduce_of_picked_logits(b: GraphBuilder) -> Node:
+    places = [b.input("rows", [16], torch.int64), b.input("targets", [16], torch.int64)]
+    return b.all_reduce(b.call(aten.index.Tensor, product(b), places))
+
+
+@row("PIECES_MISSING", "picks rows by number")
+def all_reduce_of_picked_rows(b: GraphBuilder) -> Node:
+    """A matrix of them is no statistic."""
+    return b.all_reduce(b.call(aten.index.Tensor, product(b), [b.input("rows", [5], torch.int64)]))
+
+
 @row("PRODUCT_GATHERED", "mm -> all_gather_into_tensor")
 def gather_of_logits(b: GraphBuilder) -> Node:
     """The head of a model that is sharded over the vocabulary."""
@@ -115,6 +135,20 @@ def scale_gathered_over_another_group(b: GraphBuilder) -> Node:
     a, w = gathered(b, 4, 32, dtype=FP8), b.input("w", [32, 16], FP8, column_major=True)
     scale = b.call(c10d.all_gather_into_tensor.default, b.input("a_scale", [4, 1]), 4, "other")
     return b.scaled_mm(a, w, scale, b.input("b_scale", [1, 16]))
+
+
+@row("GATHERED_SCALE", "addmm", fused=1)
+def bias_gathered_over_the_same_group(b: GraphBuilder) -> Node:
+    whole, w = gathered(b), b.input("w", [8, 12])
+    return b.call(aten.addmm.default, b.gather(b.input("bias", [3])), whole, w)
+
+
+@row("WEIGHT_GATHER", "group other: a vector", fused=1)
+def bias_gathered_over_another_group(b: GraphBuilder) -> Node:
+    """FSDP's."""
+    whole, w = gathered(b), b.input("w", [8, 12])
+    bias = b.call(c10d.all_gather_into_tensor.default, b.input("bias", [3]), 4, "other")
+    return b.call(aten.addmm.default, bias, whole, w)
 
 
 def scaled_by_gathered(b: GraphBuilder, shape: list[int], view: Callable[[Node], Node]) -> Node:

@@ -43,6 +43,19 @@ def gathered_rows_expanded(b: GraphBuilder) -> Node:
     return times(b, b.reshape(wide, [32, 8]))
 
 
+def twice(b: GraphBuilder, x: Node) -> Node:
+    """Each row twice."""
+    rows, columns = x.meta["val"].shape
+    return b.reshape(
+        b.call(aten.expand.default, b.reshape(x, [rows, 1, columns]), [rows, 2, columns]), [2 * rows, columns]
+    )
+
+
+@row("PIECES_REPEATED", "expand")
+def rows_twice_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(twice(b, product(b)))
+
+
 @row("PIECES_MISSING", "covers 96 elements")
 def gathered_piece_dropped(b: GraphBuilder) -> Node:
     return times(b, b.cat(b.chunks(gathered(b))[:3]))
@@ -61,6 +74,11 @@ def half_the_rows_of_what_is_computed(b: GraphBuilder) -> Node:
 @row("PIECES_MISSING", "slice")
 def scattered_rows_trimmed(b: GraphBuilder) -> Node:
     return b.scatter(b.call(aten.slice.Tensor, product(b, rows=20), 0, 0, 16))
+
+
+@row("PIECES_MISSING", "slice")
+def rows_trimmed_before_the_all_reduce(b: GraphBuilder) -> Node:
+    return b.all_reduce(b.call(aten.slice.Tensor, product(b), 0, 0, 11))
 
 
 @row("PIECES_MISSING", "picks rows by number")
@@ -245,7 +263,7 @@ def rank_inside_the_columns(b: GraphBuilder) -> Node:
 
 @row("SIZES_NOT_PROVEN", "cannot regroup")
 def symbolic_length_regrouped(b: GraphBuilder) -> Node:
-    x = b.input("x", [6, 8], dynamic=0)
+    x = b.input("x", [12, 8], dynamic=0)
     third = b.call(floordiv, b.call(aten.sym_size.int, x, 0), 3)
     with b.mode:
         value = torch.empty(third.meta["val"], 96)

@@ -136,7 +136,7 @@ reshape_default = reshape(y, [2, 4, 6])  # f32[2, 4, 6]
 reshape_default_1 = reshape(x, [2, 4, 6])  # f32[2, 4, 6]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default, reshape_default_1],
     b_parts=[y_w, x_w], biases=[None, None], reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp',
-    sum_dtype=None, added=None, factors=[-1.0, 1.0])  # f32[2, 2, 8]
+    factors=[-1.0, 1.0])  # f32[2, 2, 8]
 reshape_1 = reshape(matmul_reduce_scatter_default, [4, 8])  # f32[4, 8]
 return (reshape_1)
 """,
@@ -176,7 +176,7 @@ getitem = getitem(all_gather_matmul_default, 0)  # f32[8, 4]
 y: f32[8, 6]
 z: f32[8, 6]
 matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[z, y], b_parts=[w1, w0], biases=[None, None],
-    reduce_op='sum', group_name='tp', sum_dtype=None, added=getitem)  # f32[8, 4]
+    reduce_op='sum', group_name='tp', added=getitem)  # f32[8, 4]
 return (matmul_all_reduce_default)
 """,
     )
@@ -204,7 +204,7 @@ relu = relu(routed)  # f32[4, 2, 8]
 reshape = reshape(tokens, [8, 6])  # f32[8, 6]
 reshape_default = reshape(reshape, [4, 2, 6])  # f32[4, 2, 6]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default], b_parts=[w], biases=[None],
-    reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp', sum_dtype=None, added=relu)  # f32[4, 1, 8]
+    reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp', added=relu)  # f32[4, 1, 8]
 add_tensor = add(matmul_reduce_scatter_default, residual)  # f32[4, 1, 8]
 return (add_tensor)
 """,
@@ -255,7 +255,7 @@ reshape_default = reshape(reshape, [1, 3, 32])  # f32[1, 3, 32]
 sum_dim_int_list = sum(reshape_default, [1])  # f32[1, 32]
 reshape_default_1 = reshape(sum_dim_int_list, [4, 8])  # f32[4, 8]
 matmul_all_reduce_default = asynctp::matmul_all_reduce(a_parts=[tokens], b_parts=[w], biases=[None], reduce_op='sum',
-    group_name='tp', sum_dtype=None, added=reshape_default_1)  # f32[4, 8]
+    group_name='tp', added=reshape_default_1)  # f32[4, 8]
 return (matmul_all_reduce_default)
 """,
     )

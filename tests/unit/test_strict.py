@@ -104,7 +104,7 @@ def test_the_report_of_an_error_is_what_off_would_say() -> None:
 def test_expect_error_says_what_was_expected() -> None:
     with pytest.raises(
         ExpectError,
-        match=r"expect=3, but 1 of the 2 chains of graph \(inference\) are fused. Remedy: expect=2 or less: no more",
+        match=r"expect=3, but 1 of the 2 chains of graph \(inference\) are fused. Remedy: expect=1 or less, or 2 once",
     ) as raised:
         run(graph_of(fused=1, reordered=1), config(strict="off", expect=3))
     assert "ATP101" in str(raised.value)

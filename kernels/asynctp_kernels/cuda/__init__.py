@@ -3,7 +3,7 @@
     calls             run a fused call                 groups       the memory of a group
     bound_calls       one whose plan is found once
     moves             collectives without a matmul     plan_cache   plans that were made
-    explanation       how a call would be run       facts        what decides it
+    explanation       how a call would be run        facts        what decides it
     implementations   the table of all of them, and `checks`, the checks of their refusals
 
 This module only gives their public names.

@@ -200,7 +200,7 @@ def gemm_takes_scattered(call: ReduceFacts) -> str | None:
 
 
 def rounded_once(call: ReduceFacts) -> str | None:
-    """Summands are not rounded before they are added in another dtype."""
+    """Matmuls of a sum are not rounded before they are added in another dtype."""
     if len(call.b_parts) == 1 or call.wire_dtype == call.matmul_dtype:
         return None
     return f"several matmuls, each rounded to {call.matmul_dtype} before they are added in {call.wire_dtype}"

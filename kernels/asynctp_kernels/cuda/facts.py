@@ -101,7 +101,7 @@ class GatherFacts:
 
     @property
     def wire(self) -> Wire:
-        """The facts of it that all ranks share."""
+        """The facts of the call that all ranks share."""
         own_bytes = self.a_shard.numel() * self.a_shard.itemsize
         numbers = 0 if self.row_numbers is None else 4 * self.row_numbers.numel()
         return Wire(
@@ -205,7 +205,7 @@ class ReduceFacts:
 
     @property
     def wire(self) -> Wire:
-        """The facts of it that all ranks share."""
+        """The facts of the call that all ranks share."""
         if self.scatter_dim is None:
             kind, size = "all_reduce", self.rows * self.b_parts[0].shape[1]
         else:
@@ -308,7 +308,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def nonunit(factors: Sequence[float] | None) -> tuple[float, ...]:
-    """Factors as a call has them: none where all are 1."""
+    """The factors of a call; empty where all are 1, so that nothing is multiplied."""
     return tuple(factors) if factors and any(factor != 1 for factor in factors) else ()
 
 

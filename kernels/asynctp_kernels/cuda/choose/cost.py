@@ -254,7 +254,7 @@ def _speed(problem: Problem, rates: Rates) -> float:
 
 
 def _matmuls(problem: Problem, rows: int, rates: Rates, sms: int) -> float:
-    """cuBLAS: all matmuls of so many rows, and their sum."""
+    """The time that cuBLAS takes for all matmuls over `rows` rows, and that adding up their results takes."""
     matmuls = [replace(problem, depth=depth) for depth in problem.depths]
     made = sum(_matmul(matmul, rows, width, rates, sms) for matmul in matmuls for width in problem.widths)
     added = 3 * rows * sum(problem.widths) * problem.out_itemsize / rates.local  # two are read, one is written
@@ -262,7 +262,7 @@ def _matmuls(problem: Problem, rows: int, rates: Rates, sms: int) -> float:
 
 
 def _matmul(problem: Problem, rows: int, width: int, rates: Rates, sms: int) -> float:
-    """cuBLAS: whole waves of whatever tile is best, and a floor for reading the weight."""
+    """The time that cuBLAS takes for one matmul: full waves of the best tile, at least reading the weight."""
     shapes = ((128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.6))
     per_sm = _speed(problem, rates) / sms
     best = min(
@@ -286,7 +286,7 @@ def _fused_matmul(problem: Problem, rates: Rates, sms: int) -> float:
 
 
 def fused_tiles(problem: Problem, sms: int, rates: Rates) -> Tiles:
-    """Tiles for the whole call."""
+    """The tiles of the fused GEMM for a call, over the rows of all ranks."""
     shard = problem.rows // problem.world
     dtype = torch.float8_e4m3fn if problem.itemsize == 1 else torch.bfloat16
     rows = problem.world * ceil(shard / 128) * 128

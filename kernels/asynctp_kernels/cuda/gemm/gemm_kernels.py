@@ -113,7 +113,7 @@ else:
 
     @triton.jit
     def prefetch(pointers: tl.tensor, mask: tl.tensor) -> None:
-        """Bring what is there to L1, where the mask is true: what does not change while the kernel runs."""
+        """Bring data that does not change while the kernel runs to L1, where the mask is true."""
         tl.inline_asm_elementwise(
             """{
                 .reg .pred p;

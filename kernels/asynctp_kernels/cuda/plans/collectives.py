@@ -174,7 +174,7 @@ class DirectSum(_WithoutMatmul, DirectScatter):
 
 
 class DirectTotal(_WithoutMatmul, DirectAllReduce):
-    """all_reduce(whole) by one kernel."""
+    """A plan of an all-reduce without a matmul: one kernel pushes, and adds or takes the extreme."""
 
 
 def all_gather(shard: Tensor, group: ProcessGroup) -> Tensor:

@@ -11,7 +11,7 @@ from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN, PULL, PUSH
 
 
 class OwnProgram(Implementation):
-    """Nothing is prepared."""
+    """A plan that prepares nothing: the op's own program runs."""
 
     uses_memory: ClassVar[bool] = False
 
@@ -20,14 +20,14 @@ class OwnProgram(Implementation):
 
 
 class WholeProgram(OwnProgram):
-    """The collective on the group's wire, where no other can make a call's matmuls."""
+    """A plan for calls whose matmuls no kernel supports: asynctp moves the data, PyTorch multiplies."""
 
     name = "whole"
     transports = (PUSH, PULL, DIRECT)
 
 
 class SequentialProgram(OwnProgram):
-    """NCCL's collective."""
+    """A plan without asynctp's wire: NCCL moves the data, PyTorch multiplies."""
 
     name = "sequential"
     transports = (PLAIN,)
@@ -35,6 +35,6 @@ class SequentialProgram(OwnProgram):
 
 
 class SequentialAllReduce(SequentialProgram):
-    """NCCL's all-reduce, which starts once."""
+    """The same for an all-reduce, which NCCL starts once."""
 
     estimate = cost.as_one_all_reduce(cost.sequential)

@@ -275,7 +275,7 @@ class GroupMemory:
             driver.wait_event(stream, flying[2])
 
     def land_gathers(self, stream: int) -> None:
-        """The same of its last gather: its peers set the words that another gather's matmuls wait for."""
+        """Let `stream` wait for the last gather in flight: another gather's matmuls wait for the same words."""
         landed, capture = self._gathers[self.capture != 0]
         if capture == self.capture:
             driver.wait_event(stream, landed)
@@ -291,8 +291,8 @@ class GroupMemory:
         Args:
             stream: Where it is made.
             work: What it does.
-            land: It has to come after what this group has in flight.
-            land_gathers: It has to come after the gathers that this group has in flight.
+            land: The call comes after everything that this group has in flight.
+            land_gathers: The call comes after the gathers that this group has in flight.
         """
         with self.turn:
             self.begin(stream)
@@ -452,7 +452,7 @@ class GroupMemory:
 
     @property
     def boxes(self) -> list[tuple[int, int]]:
-        """(address, bytes) of what data is written to, on every rank, in use or retired."""
+        """(address, bytes) of each box, the memory to which ranks write data: on every rank, in use or retired."""
         boxes = [area for name, area in (*self.retired, *tuple(self.areas.items())) if name == "box"]
         return [(address, box.size) for box in boxes for address in box.peers]
 

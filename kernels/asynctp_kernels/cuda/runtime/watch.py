@@ -118,7 +118,7 @@ class Calls:
         return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def tell_failure(self, rank: int, why: str) -> None:
-        """Say to the peers why this rank has failed."""
+        """Write to the group's store why this rank has failed: its peers quote that in their errors."""
         with contextlib.suppress(RuntimeError):  # as below
             self._store.set(f"asynctp/failed/{rank}", why)
 
