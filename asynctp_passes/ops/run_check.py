@@ -33,7 +33,7 @@ from asynctp_passes.ops.register import register
 from asynctp_passes.torch_private import process_groups
 from asynctp_passes.waiting import looks, ranks_named
 
-__all__ = ["begin", "has_begun", "is_awaited", "run_check"]
+__all__ = ["begin", "give_up", "has_begun", "is_awaited", "run_check"]
 
 log = logging.getLogger("asynctp_passes.ops")
 
@@ -55,7 +55,7 @@ class _Runs:
 
     Attributes:
         made: Collectives of the program that compiled graphs made.
-        raised: How often ranks ran unlike graphs: all of them raise, so that all have one number.
+        raised: How often a rank gave a place up: all of them raise, so that all have one number.
     """
 
     made: int = 0
@@ -81,6 +81,26 @@ def is_awaited(peers: process_groups.Peers) -> bool:
     own = _runs.get(peers.group)
     at, others = f"asynctp/{peers.life}/runs", [rank for rank in peers.ranks if rank != peers.rank]
     return own is not None and any(_said_by(peers, f"{at}/{rank}")[1] > own.made for rank in others)
+
+
+def give_up(peers: process_groups.Peers, why: str) -> None:
+    """Tell the other ranks of a group, where its ranks compare runs, that this one raises: so do they, once each.
+
+    Args:
+        peers: The group.
+        why: The error of this rank.
+    """
+    own = _runs.get(peers.group)
+    if own is not None:
+        peers.store.set(f"asynctp/{peers.life}/runs/why/{own.raised + 1}", why)
+        _retract(peers, own)
+
+
+def _retract(peers: process_groups.Peers, own: _Runs) -> None:
+    """Say that this rank has given up the place that it is at, and waits nowhere."""
+    own.raised += 1
+    record = [own.made, own.made, 0, own.raised]
+    peers.store.set(f"asynctp/{peers.life}/runs/{peers.rank}", json.dumps(record))
 
 
 def run_check(accord: int, count: int, group_name: str) -> None:
@@ -136,23 +156,39 @@ def _compare(peers: process_groups.Peers, accord: int, own: _Runs, count: int, g
     for _ in looks(limit, warn, warn_after=WARN_S, pauses=_PAUSES_S):
         for rank in list(left):
             first, end, theirs, raised = _said_by(peers, f"{at}/{rank}")
+            if raised > own.raised:
+                _retract(peers, own)
+                raise DisagreementError(_why(peers, own.raised, rank))
             if end <= start or raised < own.raised:
                 continue
-            if raised > own.raised or (first <= start and theirs != accord):
-                own.raised += 1
-                raise DisagreementError(
+            if first <= start and theirs != accord:
+                raise _given_up(
+                    peers,
                     f"asynctp: ranks of group {group_name!r} run unlike graphs: rank {peers.rank} runs "
-                    f"{_told(peers, accord)}, and rank {rank} runs {_told(peers, theirs)}. This rank has sent nothing. "
-                    f"{_REMEDY}"
+                    f"{_told(peers, accord)}, and rank {rank} runs {_told(peers, theirs)}. No rank has sent anything. "
+                    f"{_REMEDY}",
                 )
             left.remove(rank)  # one that is further on has compared this place
         if not left:
             return
-    raise DisagreementError(
+    raise _given_up(
+        peers,
         f"asynctp: {ranks_named(left)} of group {group_name!r} did not come, within its timeout of {limit:g} s, to "
-        f"what rank {peers.rank} runs: {_told(peers, accord)}. A rank may run the program without a compile. This rank "
-        f"has sent nothing. {_REMEDY}"
+        f"what rank {peers.rank} runs: {_told(peers, accord)}. A rank may run the program without a compile. Rank "
+        f"{peers.rank} has sent nothing. {_REMEDY}",
     )
+
+
+def _given_up(peers: process_groups.Peers, why: str) -> DisagreementError:
+    give_up(peers, why)
+    return DisagreementError(why)
+
+
+def _why(peers: process_groups.Peers, number: int, rank: int) -> str:
+    """The error of the rank that gave a place up."""
+    at = f"asynctp/{peers.life}/runs/why/{number}"
+    why = peers.store.get(at).decode() if peers.store.check([at]) else f"asynctp: rank {rank} has raised"
+    return f"{why} (rank {peers.rank} raises since rank {rank} does)"
 
 
 def _said_by(peers: process_groups.Peers, at: str) -> tuple[int, int, int, int]:

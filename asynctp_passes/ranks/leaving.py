@@ -73,8 +73,9 @@ def _told(given_up: giving_up.GivenUp) -> DisagreementError | None:
         f"{given_up.reason}. Its collectives would go by torch, while other ranks of group "
         f"{', '.join(map(repr, groups))} stay in theirs. Restart all ranks. Remedy: {given_up.remedy}"
     )
-    for name in groups:
+    for name, peers in groups.items():
         ops.leave(name, error)
+        run_check.give_up(peers, str(error))
     return error
 
 
@@ -88,13 +89,21 @@ def _all_leave(function: str, group: str, groups: Mapping[str, process_groups.Pe
     number = _times[group, place]
     try:
         together = _outcome(f"{place}/{number}", peers, groups) == _TOGETHER
-        if together and number > 1:  # whoever is in this call has read what became of the last one
-            for key in (peers.rank, *(["outcome"] if peers.rank == peers.ranks[0] else [])):
-                peers.store.delete_key(f"{place}/{number - 1}/{key}")
+        if not together:  # the next call of which this is asked has the same number on all ranks again
+            _times[group, place] -= 1
+            _forget(f"{place}/{number}", peers, True)
+        elif number > 1:  # whoever is in this call has read what became of the last one
+            _forget(f"{place}/{number - 1}", peers, peers.rank == peers.ranks[0])
         return together
     except RuntimeError as error:  # the store is gone
         log.warning("asynctp: the store of group %r does not answer (%s)", group, error)
         return False
+
+
+def _forget(prefix: str, peers: process_groups.Peers, outcome: bool) -> None:
+    """Remove what this rank has said of a call, and the outcome of it."""
+    for key in (str(peers.rank), *(["outcome"] if outcome else [])):
+        peers.store.delete_key(f"{prefix}/{key}")
 
 
 def _outcome(prefix: str, peers: process_groups.Peers, groups: Iterable[str]) -> str:

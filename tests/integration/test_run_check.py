@@ -67,6 +67,15 @@ def test_nothing_is_asked_before_ranks_know_that_they_deviate(monkeypatch: pytes
 
 
 # --- ranks that share a store ---------------------------------------------------------------------------------------
+class Waits(Exception):
+    """A rank has looked once, and would look again."""
+
+
+def look_once(*_: Any, **__: Any) -> Iterator[float]:
+    yield 0.0
+    raise Waits
+
+
 class Rank:
     """A rank that runs graphs, by what it says and what it would wait for."""
 
@@ -78,11 +87,19 @@ class Rank:
 
     def runs(self, accord: int, count: int = 1) -> str:
         """Run a graph: "" where it may go on, "waits", or the error."""
+        try:
+            with mock.patch.object(run_check, "looks", look_once):
+                return self.waits_in_vain(accord, count)
+        except Waits:
+            return "waits"
+
+    def waits_in_vain(self, accord: int, count: int = 1) -> str:
+        """Run a graph, and wait until the time of the group is over."""
         self.patch.setattr(process_groups, "peers_of", lambda name: self.peers)
         try:
             run_check.run_check(accord, count, "tp")
         except DisagreementError as error:
-            return "waits" if "did not come" in str(error) else str(error)
+            return str(error)
         return ""
 
 
@@ -121,6 +138,29 @@ def test_ranks_that_raised_may_run_alike_next(two: tuple[Rank, Rank]) -> None:
     assert first.runs(7) == second.runs(7) == ""
 
 
+def test_a_rank_that_comes_too_late_raises_as_well(two: tuple[Rank, Rank]) -> None:
+    """What the first one said does not count: it makes another collective next."""
+    first, second = two
+    assert "rank 1 of group 'tp' did not come" in first.waits_in_vain(7)
+    late = second.runs(7)
+    assert "rank 1 of group 'tp' did not come" in late
+    assert late.endswith("(rank 1 raises since rank 0 does)")
+    assert first.runs(7) == "waits"
+    assert second.runs(7) == first.runs(7) == ""
+
+
+def test_a_rank_that_gives_up_is_no_peer_that_waits(two: tuple[Rank, Rank]) -> None:
+    """It left its graph, say: the others raise with its error, and all may go on."""
+    first, second = two
+    assert second.runs(7) == "waits"
+    run_check.give_up(first.peers, "asynctp: rank 0 leaves")
+    assert run_check.is_awaited(first.peers)
+    assert second.runs(7) == "asynctp: rank 0 leaves (rank 1 raises since rank 0 does)"
+    assert not run_check.is_awaited(first.peers)
+    assert first.runs(0) == "waits"
+    assert second.runs(0) == first.runs(0) == ""
+
+
 def test_graphs_that_are_cut_otherwise_are_alike(two: tuple[Rank, Rank]) -> None:
     """Rank 0 makes three collectives in one graph, and rank 1 in three. A deviation follows."""
     first, second = two
@@ -134,7 +174,7 @@ def test_graphs_that_are_cut_otherwise_are_alike(two: tuple[Rank, Rank]) -> None
 def test_a_rank_that_was_interrupted_comes_to_the_same_place(two: tuple[Rank, Rank]) -> None:
     first, second = two
     with mock.patch.object(run_check, "looks", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        first.runs(7)
+        first.waits_in_vain(7)
     assert second.runs(7) == first.runs(7) == ""
 
 
