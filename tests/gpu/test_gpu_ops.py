@@ -146,6 +146,14 @@ def test_compiled_programs_with_and_without_cuda_graphs(ranks: int) -> None:
 
 
 @RANKS
+def test_calls_from_generated_code_give_the_bits_of_the_op(ranks: int) -> None:
+    found = torchrun(ranks, "call_sites.py")
+    assert len(found) == 3 * 3 * 6  # ops, implementations, variants
+    assert all(case["ok"] for case in found)
+    assert all(case["direct"] > 0 for case in found if case["variant"] != "captured")
+
+
+@RANKS
 def test_a_rank_that_does_not_come_is_named(ranks: int) -> None:
     *cases, last = torchrun(ranks, "absent.py", ASYNCTP_TIMEOUT_S="2")
     assert last == {"failed": 0}

@@ -28,7 +28,7 @@ from asynctp_passes.ops import call_sites
 from asynctp_passes.ops.call_sites import CallSite, SizedCallSite
 from asynctp_passes.torch_private import inductor_calls, inductor_order
 
-OPTIONS: dict[str, Any] = {"log": False, "fallback_by_default": True}
+OPTIONS: dict[str, Any] = {"log": False, "fallback_by_default": True, "direct": True}
 """All other ops are called as they are: no C++ is compiled."""
 
 
@@ -124,10 +124,10 @@ def test_no_other_backend_gets_these_lines(two: None) -> None:
 
 
 def test_caches_have_graphs_of_either_kind_and_of_a_version(two: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = AsyncTPPass(Config()).uuid()
+    key = AsyncTPPass(Config(direct=True)).uuid()
     assert AsyncTPPass(Config(direct=False)).uuid() != key
     monkeypatch.setattr(call_sites, "VERSION", call_sites.VERSION + 1)
-    assert AsyncTPPass(Config()).uuid() != key
+    assert AsyncTPPass(Config(direct=True)).uuid() != key
 
 
 # --- when a call is the op's ---------------------------------------------------------------------------------------

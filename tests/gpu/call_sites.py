@@ -1,0 +1,144 @@
+"""Calls from generated code give the op's bits: one JSON line for each op and implementation. Run by torchrun.
+
+    torchrun --nproc_per_node=2 tests/gpu/call_sites.py
+
+Each is called by the op, and then by its place in generated code (`asynctp_passes.ops.call_sites`), in turn: on the
+same memory until it is recorded and launched, on other memory, at odd addresses, on another stream, in a CUDA graph,
+and after the group's memory was released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import asynctp_kernels
+import torch
+import torch.distributed as dist
+from asynctp_kernels import cuda
+from asynctp_kernels.signals import IS_INTERPRETED
+from launched import device, end, show, start
+from torch import Tensor
+
+from asynctp_passes import ops
+from asynctp_passes.ops.call_sites import CallSite
+
+TIMES = 24
+M, K, N = (64, 32, 16) if IS_INTERPRETED else (1024, 512, 256)
+TENSORS = {"all_gather_matmul": ("a_shard", "bs", "biases"), "matmul_reduce_scatter": ("a_parts", "b_parts", "biases")}
+
+
+def random(rows: int, cols: int) -> Tensor:
+    return torch.randn(rows, cols, device=device()).to(torch.bfloat16)
+
+
+def odd(tensor: Tensor) -> Tensor:
+    """The same at an address that is not a multiple of 16 bytes."""
+    return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
+
+
+def constants(op: str) -> dict[str, Any]:
+    own = {
+        "all_gather_matmul": {"gather_dim": 0, "return_a_full": True, "group_size": dist.get_world_size()},
+        "matmul_reduce_scatter": {"reduce_op": "sum", "scatter_dim": 0, "group_size": dist.get_world_size()},
+        "matmul_all_reduce": {"reduce_op": "sum"},
+    }
+    return {**own[op], "group_name": dist.group.WORLD.group_name}
+
+
+class Pair:
+    """A call by its op, and by its place in generated code.
+
+    Attributes:
+        equal: Whether all results had the same bits.
+    """
+
+    def __init__(self, op: str) -> None:
+        names = TENSORS.get(op, TENSORS["matmul_reduce_scatter"])
+        self.op, self.given = getattr(torch.ops.asynctp, op).default, constants(op)
+        self.site, self.names, self.equal = CallSite(op, self.given, names), names, True
+
+    def by_op(self, *tensors: Any) -> list[Tensor]:
+        return several(self.op(**dict(zip(self.names, tensors, strict=True)), **self.given))
+
+    def both(self, *tensors: Any) -> None:
+        """Compare one call of each."""
+        wanted, found = self.by_op(*tensors), several(self.site(*tensors))
+        self.equal &= all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+
+
+def several(found: Any) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def operands(op: str) -> tuple[Any, ...]:
+    a, b = random(M // dist.get_world_size() if "gather" in op else M, K), random(N, K).t()
+    return (a, [b], [None]) if "gather" in op else ([a], [b], [None])
+
+
+def variants(pair: Pair, op: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    given = operands(op)
+
+    def again() -> None:
+        for _ in range(TIMES):
+            pair.both(*given)
+
+    def elsewhere() -> None:
+        kept = [operands(op) for _ in range(6)]
+        for each in kept:
+            pair.both(*each)
+
+    def at_odd_addresses() -> None:
+        a, bs, biases = operands(op)
+        for _ in range(3):
+            pair.both(odd(a) if isinstance(a, Tensor) else [odd(each) for each in a], bs, biases)
+
+    def on_another_stream() -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            again()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def captured() -> None:
+        graph = torch.cuda.CUDAGraph()
+        direct = pair.site.direct
+        with torch.cuda.graph(graph):
+            found = several(pair.site(*given))
+        assert pair.site.direct == direct, "a call in a capture is the op's"
+        for _ in range(3):
+            graph.replay()
+        pair.equal &= all(torch.equal(*pairs) for pairs in zip(pair.by_op(*given), found, strict=True))
+
+    def after_release() -> None:
+        dist.barrier()
+        asynctp_kernels.release(dist.group.WORLD)
+        dist.barrier()
+        again()
+
+    yield from {"again": again, "elsewhere": elsewhere, "at odd addresses": at_odd_addresses}.items()
+    if not IS_INTERPRETED:
+        yield from {"on another stream": on_another_stream, "captured": captured}.items()
+    yield "after release", after_release
+
+
+def main() -> None:
+    start(240)
+    with torch.no_grad():
+        for op in ops.OPS:
+            for implementation in ("fused", "decomposed", "direct"):
+                with cuda.forced(implementation):
+                    pair = Pair(op)
+                    for variant, run in variants(pair, op):
+                        direct, pair.equal = pair.site.direct, True
+                        run()
+                        made = pair.site.direct - direct
+                        assert made > 0 or variant == "captured", "no call went the direct way"
+                        facts = {"op": op, "implementation": implementation, "variant": variant, "direct": made}
+                        show({**facts, "ok": pair.equal})
+                        assert pair.equal, facts
+    end()
+
+
+if __name__ == "__main__":
+    main()
