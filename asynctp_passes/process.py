@@ -24,6 +24,9 @@ __all__ = ["Enabled", "disable", "enable"]
 
 log = logging.getLogger(__name__)
 
+_NAMED = 4
+"""How many functions a warning names."""
+
 _lock = threading.Lock()
 _current: _Current | None = None
 
@@ -58,9 +61,9 @@ class Enabled:
 def enable(config: Config | None = None) -> Enabled:
     """Have asynctp work on all that Inductor compiles in this process from now on, in any thread.
 
-    Functions that are compiled already stay as they are. A second call with the same configuration changes nothing. A
-    backend that imported `compile_fx` before is reached too, but each of its graphs by itself: chains that lie in two
-    are not seen.
+    Functions that are compiled already stay as they are, and a warning names them. A second call with the same
+    configuration changes nothing. A backend that imported `compile_fx` before is reached too, but each of its graphs by
+    itself: chains that lie in two are not seen.
 
     Args:
         config: The configuration; the environment's and the defaults when None.
@@ -95,6 +98,13 @@ def enable(config: Config | None = None) -> Enabled:
         )
         _current = _Current(config, end)
     log.info("asynctp: enabled in all that Inductor compiles in this process")
+    if compiled := dynamo.functions_with_graphs():
+        more = f" and {len(compiled) - _NAMED} more" if len(compiled) > _NAMED else ""
+        log.warning(
+            "asynctp: enable() comes too late for what is compiled already, which stays as it is: %s%s. Remedy: call "
+            "enable() before the first call of a compiled function, or torch.compiler.reset() after it",
+            *(", ".join(compiled[:_NAMED]), more),
+        )
     return Enabled(config, began=True)
 
 

@@ -21,6 +21,7 @@ from asynctp_passes.ir.registry import (
     CollectiveOp,
     collective_op,
     is_registered,
+    kind_of_other,
     promise_of,
     surely_communicates,
 )
@@ -72,11 +73,12 @@ def _read_collective(node: fx.Node) -> Sequence[Collective]:
 
 
 def _is_collective(node: fx.Node) -> bool:
-    """True for another collective of torch's, and for an op that takes a process group and is not known to be local."""
+    """True for another known collective, and for an op that takes a process group and is not known to be local."""
     name = called_name(node)
     if name.startswith("asynctp.") or called_op(node) is None or promise_of(name) is not None:
         return False
-    return surely_communicates(name) or any(map(_is_group, arguments(node).items()))
+    known = surely_communicates(name) or kind_of_other(name) != "other"
+    return known or any(map(_is_group, arguments(node).items()))
 
 
 def _is_group(argument: tuple[str, Any]) -> bool:

@@ -25,8 +25,10 @@ OTHER_KINDS = {
     "_c10d_functional::all_reduce*": "all_reduce", "symm_mem::one_shot_all_reduce*": "all_reduce",
     "symm_mem::two_shot_all_reduce*": "all_reduce", "symm_mem::multimem_all_reduce_": "all_reduce",
     "symm_mem::multimem_one_shot_all_reduce*": "all_reduce",
+    "vllm::flashinfer_trtllm_fused_allreduce_norm": "all_reduce",
+    "vllm::rocm_aiter_fused_allreduce_rmsnorm*": "all_reduce",
 }  # fmt: skip
-"""torch's collectives that are not rewritten, and what each does."""
+"""Collectives that are not rewritten, and what each does: torch's, and what vLLM fuses of all-reduces by itself."""
 
 MULTIPLYING = (
     "aten::_addmm_activation", "aten::_cslt_sparse_mm", "aten::_dyn_quant_matmul_4bit", "aten::_foreach_mm",

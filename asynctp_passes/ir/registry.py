@@ -227,7 +227,7 @@ def normalizes(name: str) -> bool:
 
 
 def kind_of_other(name: str) -> CollectiveKind:
-    """The kind of a collective of torch's that is not rewritten; `"other"` for another one."""
+    """The kind of a collective that is known and not rewritten; `"other"` for another one."""
     found = (kind for pattern, kind in OTHER_KINDS.items() if _fits(_overload(name), pattern))
     return cast(CollectiveKind, next(found, "other"))
 

@@ -80,7 +80,7 @@ _VARIANT = (
 def notes(graph: fx.Graph, phase: str, fuses: bool = False) -> tuple[str, ...]:
     """Sentences about a graph that its remarks do not say; most graphs have none. fuses: It has a fused chain."""
     found = [hidden_calls(), _opaque(graph)]
-    if fuses and "batch_invariant" in inductor_options.names() and inductor_options.current("batch_invariant"):
+    if fuses and inductor_options.is_on("batch_invariant"):
         found.append(_VARIANT)
     if phase == "forward":
         found.append(_checkpoint_of_dtensors(graph, str(torch.__version__)))

@@ -208,6 +208,17 @@ def compiled_functions() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+def functions_with_graphs() -> list[str]:
+    """The names of the functions that have compiled code, whatever backend made it."""
+    if "torch._dynamo" not in sys.modules:
+        return []
+    from torch._dynamo import convert_frame, eval_frame
+
+    seen = (reference() for reference in getattr(getattr(convert_frame, "input_codes", None), "seen", ()))
+    codes = [code for code in seen if code is not None and eval_frame._debug_get_cache_entry_list(code)]
+    return list(dict.fromkeys(_name_of(original_code(code)) for code in codes))
+
+
 def is_cut_for_ddp() -> bool:
     """True while pieces are compiled into which Dynamo has cut a graph for DistributedDataParallel."""
     from torch._guards import TracingContext

@@ -27,6 +27,13 @@ def type_of(name: str) -> type | None:
     return wanted if get_origin(wanted) is None and isinstance(wanted, type) else None
 
 
+def is_on(name: str) -> bool:
+    """True for a switch of Inductor's that is on; False for one that this torch does not have."""
+    from torch._inductor import config
+
+    return bool(getattr(config, name, False))
+
+
 def current(name: str) -> Any:
     """The current value of an Inductor option."""
     from torch._inductor import config

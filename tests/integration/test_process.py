@@ -45,6 +45,28 @@ def fused_by(compiled: Any, **inputs: Any) -> int:
     return sum(len(report.fused) for report in asynctp_passes.reports())
 
 
+def test_what_was_compiled_before_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The remedy works: what is reset, or compiled later, is fused."""
+    torch._dynamo.reset()
+    compiled, inputs = torch.compile(program), (torch.ones(4, 16), torch.ones(16, 8))
+    compiled(*inputs)
+    with caplog.at_level(logging.WARNING, "asynctp_passes"):
+        asynctp_passes.enable(OFF)
+    (said,) = (text for record in caplog.records if "enable()" in (text := record.getMessage()))
+    assert "enable() comes too late for what is compiled already" in said
+    assert "test_process.py:program:" in said
+    asynctp_passes.clear_reports()
+    torch.compiler.reset()
+    compiled(*inputs)
+    assert sum(len(report.fused) for report in asynctp_passes.reports()) == 1
+    asynctp_passes.disable()
+    torch.compiler.reset()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "asynctp_passes"):
+        asynctp_passes.enable(OFF)
+    assert "comes too late" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "compiled",
     [
