@@ -37,7 +37,7 @@ from asynctp_passes.reporting.internal import FORESEEN, contained, sources_diges
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_if_strict_across
-from asynctp_passes.reporting.torch_notes import from_another_process, hidden_calls
+from asynctp_passes.reporting.torch_notes import OPAQUE, from_another_process, hidden_calls
 from asynctp_passes.torch_private import (
     dynamo,
     inductor_compile,
@@ -628,7 +628,8 @@ def _or_warn(option: str, place: str) -> Iterator[None]:
 
 def _log(report: Report) -> None:
     for note in report.notes:
-        log.warning("asynctp: %s (%s): %s", report.graph, report.phase, note)
+        level = logging.INFO if note.startswith(OPAQUE) else logging.WARNING
+        log.log(level, "asynctp: %s (%s): %s", report.graph, report.phase, note)
     for remark in report.remarks:
         log.log(logging.WARNING if remark.outcome == "MISSED" else logging.INFO, "asynctp: %s", remark)
     log.info(

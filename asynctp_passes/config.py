@@ -86,7 +86,8 @@ class Config:
             in place of several. When compiling, ranks ask one another: what one does not do, none does. Without it,
             ranks may compile whatever they like, whenever they like.
         direct: Let the code that Inductor generates call the fused ops without torch's dispatcher, once it has called
-            them: the host takes less time. Otherwise, and where that cannot be done, each call is one of `torch.ops`.
+            them: the host takes less time. Else, and where that cannot be (`Report.called` says why), calls go by
+            `torch.ops`.
         log: Log an entry per collective (MISSED as warning, the others as info).
         trace: Emit each report as a structured-trace artifact, which tlparse shows.
         report_file: Append each report to this file as one line of JSON; None writes none.

@@ -14,13 +14,16 @@ from asynctp_passes.ir.nodes import tensor_of
 from asynctp_passes.ir.order import opaque_ops
 from asynctp_passes.torch_private import dynamo, inductor_options, process_groups
 
-__all__ = ["from_another_process", "hidden_calls", "notes"]
+__all__ = ["OPAQUE", "from_another_process", "hidden_calls", "notes"]
 
 _BROKE = "torch broke a graph at "
 """How the note on breaks of graphs begins."""
 
 _NAMED = 8
 """How many ops a note names."""
+
+OPAQUE = "nothing tells whether these ops communicate"
+"""How the note on ops that may communicate begins: it is for information."""
 
 _GATHER_HELPER = "_maybe_view_chunk_cat"
 """What `all_gather_tensor` calls for a dimension but the first; dynamo of torch 2.11 and 2.12 does not trace it."""
@@ -96,7 +99,7 @@ def _opaque(graph: fx.Graph) -> str:
         return ""
     names = [*list(found)[:_NAMED], *(["..."] if len(found) > _NAMED else [])]
     return (
-        f"nothing tells whether these ops communicate, so each keeps its place: {', '.join(names)}; register a "
+        f"{OPAQUE}, so each keeps its place: {', '.join(names)}; register a "
         "collective with register_collective, a matmul with register_matmul, and others that stay on one rank with "
         "register_local or register_rowwise"
     )

@@ -186,7 +186,7 @@ KINDS = {
         ("WARNING", "async_op=True"),
     ),
     "skipped frame": Kind(
-        "A frame that Dynamo skips, or a stance of eager mode", "nothing", {"require": ExpectError}, _skipped
+        "A frame that Dynamo skips, or `torch.compiler.set_stance`", "nothing", {"require": ExpectError}, _skipped
     ),
     "given up": Kind(
         "A compiled function that Dynamo gives up on some ranks",
@@ -203,7 +203,11 @@ KINDS = {
     ),
     "out of scope": Kind("A SKIPPED collective", "as info", {}, _out_of_scope, ("INFO", "SKIPPED")),
     "enabled late": Kind(
-        "`enable()` after a function was compiled", "nothing", {"require": ExpectError}, _enabled_late
+        "`enable()` after a function was compiled",
+        "a warning, which names it",
+        {"require": ExpectError},
+        _enabled_late,
+        ("WARNING", "comes too late"),
     ),
     "cached": Kind(
         "A graph from Inductor's cache, all fused",

@@ -351,7 +351,11 @@ SECTIONS: dict[str, list[Form]] = {
             "`ATP113`; `torch.compile` makes them functional",
             *("gather_into_a_buffer", "scatter_in_place"),
         ),
-        form("any unknown op that looks like a collective", "`ATP113` next to a matmul", "gather_by_a_custom_op"),
+        form(
+            "an op of another library that takes a process group",
+            "`ATP113` next to a matmul; without a group it keeps its place (`ATP213`)",
+            "gather_by_a_custom_op",
+        ),
         form(
             "groups by name or as objects (`compile_on_one_rank`); several, and meshes",
             "fused, if enrolled by `groups`",
