@@ -4,8 +4,8 @@ Those are where a user loses time and does not learn of it, so they are reported
 other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts, reductions, norms and
 the like, and ops that are registered to be row-wise.
 
-So is any other op of another library of which nothing is known, if it returns as many rows as it takes. What is known
-or registered to be local, and not to be row-wise, mixes rows or multiplies by itself. Names tell nothing.
+An unknown op of another library counts as well, if it returns as many rows as it takes. An op that is known or
+registered as local, and not as row-wise, does not: it mixes rows or multiplies by itself. Names tell nothing.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def inputs_next_to(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def follows_rows(user: fx.Node, source: fx.Node) -> bool:
-    """False for an op of which nothing is known, and which returns other rows than a tensor that it takes has."""
+    """False for an unknown op that returns other rows than the tensor `source` has."""
     return not _is_unknown(user) or source in _sources_of_rows(user)
 
 
@@ -94,7 +94,7 @@ def _passes(node: fx.Node) -> bool:
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    """True for a call of another library's op of which nothing is known, and for a Triton kernel of the program's."""
+    """True for an op of another library that is in no table and not registered, and for a user's Triton kernel."""
     op, name = called_op(node), called_name(node)
     if op is None:
         return op_name(node) == _TRITON_KERNEL
@@ -212,7 +212,7 @@ def known_rowwise(node: fx.Node) -> str:
 
 
 def unknown(nodes: Sequence[fx.Node]) -> str:
-    """The ops along a way of which nothing is known, with the line that says it; empty without any."""
+    """The unknown ops along a way, with the line that registers each as local; empty without any."""
     ops = dict.fromkeys(called_name(node) for node in nodes if _is_unknown(node) and called_op(node) is not None)
     told = (f'nothing is known of {name}: register_local("{schema_name(name)}"), if it mixes rows' for name in ops)
     return "".join(f"; {one}" for one in told)

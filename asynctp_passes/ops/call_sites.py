@@ -32,9 +32,9 @@ __all__ = ["VERSION", "CallSite", "bind", "mark"]
 log = logging.getLogger("asynctp_passes.ops")
 
 VERSION = 1
-"""Of the text that sites are bound with, which graphs in Inductor's caches have."""
+"""The version of the text that a site is bound with. Graphs in Inductor's caches hold such texts."""
 MOST_SIZES = 64
-"""Of one site: plans for so many sizes are known at a time."""
+"""The number of sizes for which one site knows plans at a time."""
 _UNKNOWN, _BY_THE_OP = object(), object()
 
 

@@ -89,7 +89,7 @@ def _all_leave(function: str, group: str, groups: Mapping[str, process_groups.Pe
     number = _times[group, place]
     try:
         together = _outcome(f"{place}/{number}", peers, groups) == _TOGETHER
-        if not together:  # the next call of which this is asked has the same number on all ranks again
+        if not together:  # so that ranks number the next call alike
             _times[group, place] -= 1
             _forget(f"{place}/{number}", peers, True)
         elif number > 1:  # whoever is in this call has read what became of the last one

@@ -19,6 +19,8 @@ import torch
 from torch import fx
 from torch.autograd import profiler
 
+from asynctp_passes.torch_private import inductor_order
+
 log = logging.getLogger(__name__)
 
 _MARK = "asynctp_bound_calls"
@@ -31,20 +33,7 @@ class Unwritable(Exception):
 
 def mark(graph: fx.Graph) -> None:
     """Have calls in a graph, and in those that it runs, be written as calls of bound objects (`write_calls`)."""
-    if graph.owning_module is not None:
-        graph.owning_module.meta[_MARK] = True
-
-
-def _is_marked() -> bool:
-    """True while Inductor generates code for a graph that is marked, or one that such a graph runs."""
-    from torch._inductor.virtualized import V
-
-    lowering: Any = V.graph
-    while lowering is not None:
-        if getattr(lowering.module, "meta", {}).get(_MARK):
-            return True
-        lowering = getattr(lowering, "parent", None)
-    return False
+    inductor_order.mark(graph, _MARK)
 
 
 def hindrance() -> str | None:
@@ -114,7 +103,7 @@ def _line(node: Any, binder: str, version: int) -> str:
 
     wrapper: Any = V.graph.wrapper_code
     plain = type(wrapper) in (codegen.PythonWrapperCodegen, codegen.SubgraphPythonWrapperCodegen)
-    if not plain or hindrance() is not None or not _is_marked():
+    if not plain or hindrance() is not None or not inductor_order.is_marked(_MARK):
         raise Unwritable
     references = [_Reference(each.codegen_reference()) for each in node.inputs]
     args, kwargs = node.unflatten_args(references, node.constant_args)

@@ -145,17 +145,22 @@ _IN_ORDER = "asynctp_in_order"
 
 def mark_in_order(graph: fx.Graph) -> None:
     """Mark a graph, and those that it runs, in which the ops of `lower_in_order` keep their order; in others not."""
+    mark(graph, _IN_ORDER)
+
+
+def mark(graph: fx.Graph, name: str) -> None:
+    """Mark a graph, and those that it runs, by a name (`is_marked`)."""
     if graph.owning_module is not None:
-        graph.owning_module.meta[_IN_ORDER] = True
+        graph.owning_module.meta[name] = True
 
 
-def _is_in_order() -> bool:
-    """True while Inductor lowers a graph that is marked, or one that such a graph runs."""
+def is_marked(name: str) -> bool:
+    """True while Inductor lowers, or generates code for, a graph that is marked, or one that such a graph runs."""
     from torch._inductor.virtualized import V
 
     lowering: Any = V.graph
     while lowering is not None:
-        if getattr(lowering.module, "meta", {}).get(_IN_ORDER):
+        if getattr(lowering.module, "meta", {}).get(name):
             return True
         lowering = getattr(lowering, "parent", None)
     return False
@@ -215,7 +220,7 @@ def _lower_as(kernel: Any, op: torch._ops.OpOverload) -> bool:
         return ir.TensorBox.create(result) if isinstance(result, ir.IRNode) else result
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
-        made = create if _is_in_order() else ir.FallbackKernel.create
+        made = create if is_marked(_IN_ORDER) else ir.FallbackKernel.create
         return pytree.tree_map(tensor, made(op, *args, **kwargs))
 
     constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
