@@ -52,7 +52,6 @@ RUNTIME_VARIABLES = {
     "agree_s": "seconds that a compile waits for the other ranks of a group to decide alike (default: 30)",
     "timeout_s": "seconds after which a wait for a peer gives up with an error (default: 60 on CPU, on CUDA the "
     "timeout of the process group)",
-    "recorded_calls": "how many calls of a group are kept recorded as CUDA graphs (default: 4096; 0: none)",
     "tuning_table": "the file that asynctp tune writes and the choice of an implementation reads (default: "
     "~/.cache/asynctp/tuning.json)",
     "require": "condition for an exit status of 0, as asynctp_passes.require takes it: fused=8, missed=0, or both with "

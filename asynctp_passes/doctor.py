@@ -56,7 +56,6 @@ CPU_VARIABLE = "ASYNCTP_CPU_IMPLEMENTATION"
 CUDA_VARIABLE = "ASYNCTP_CUDA_IMPLEMENTATION"
 TABLE_VARIABLE = "ASYNCTP_TUNING_TABLE"
 TIMEOUT_VARIABLE = "ASYNCTP_TIMEOUT_S"
-RECORDED_VARIABLE = "ASYNCTP_RECORDED_CALLS"
 REPORTS_VARIABLE = "ASYNCTP_REPORT_FILE"
 #: beside those of asynctp
 OTHER_VARIABLES = (
@@ -120,7 +119,6 @@ class Facts:
         symmetric_memory: Name of torch's backend for CUDA tensors; None where there is none.
         micro_pipeline: Inductor's own async TP pass is on in this process.
         implementations: Names of what a fused op can run on GPUs.
-        forgetful_allocator: The setting by which torch's allocator does not keep what is freed; None where it does.
         environment: The variables that matter, where set: those of asynctp, and `OTHER_VARIABLES`.
         table_path: Where the tuning table is looked for; empty when not known.
         table_gpus: GPUs that it has measurements of; None when there is no such file.
@@ -147,7 +145,6 @@ class Facts:
     symmetric_memory: str | None = None
     micro_pipeline: bool = False
     implementations: tuple[str, ...] = CUDA_IMPLEMENTATIONS
-    forgetful_allocator: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     table_path: str = ""
     table_gpus: tuple[str, ...] | None = None
@@ -375,7 +372,6 @@ def runtime_variables(facts: Facts) -> Iterator[Finding]:
         CPU_VARIABLE: (CPU_IMPLEMENTATIONS.__contains__, f"one of {', '.join(CPU_IMPLEMENTATIONS)}"),
         CUDA_VARIABLE: (cuda.__contains__, f"one of {', '.join(cuda)}"),
         TABLE_VARIABLE: (bool, "the path of a file"),
-        RECORDED_VARIABLE: (str.isdecimal, "a number, or 0 for none"),
     }
     for name, (valid, limit) in limits.items():
         value = facts.environment.get(name)
@@ -416,9 +412,6 @@ def cuda_variables(facts: Facts) -> Iterator[Finding]:
     if facts.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         text = "'1': works, but copies and matmuls may overlap less, since all streams share one queue"
         yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", "info", text, "unset it unless something else needs it")
-    if facts.forgetful_allocator is not None and facts.environment.get(RECORDED_VARIABLE) != "0":
-        text = f"with {facts.forgetful_allocator} no call is recorded, and each takes the host several times as long"
-        yield Finding("allocator", "warn", text, f"run without that, or set {RECORDED_VARIABLE}=0 if it is meant")
 
 
 def tuning_table(facts: Facts) -> Iterator[Finding]:
@@ -700,7 +693,6 @@ def gather_facts() -> Facts:
         symmetric_memory=_try(lambda: torch_private.symmetric_memory_backend(), None),
         micro_pipeline=_try(lambda: torch_private.micro_pipeline_enabled(), False),
         implementations=_try(lambda: select.offered(), CUDA_IMPLEMENTATIONS),
-        forgetful_allocator=_try(lambda: torch_private.forgetful_allocator(), None),
         environment=own_variables(os.environ)
         | {name: os.environ[name] for name in OTHER_VARIABLES if name in os.environ},
         table_path=path,

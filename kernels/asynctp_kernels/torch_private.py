@@ -112,44 +112,6 @@ current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRa
 is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 
 
-def matmul_settings() -> tuple[Any, ...]:
-    """The program's settings that change which matmul runs: precision of fp32, how it may add, SMs, library, tuning."""
-    c: Any = torch._C
-    return (
-        c._get_fp32_precision_getter("cuda", "matmul"),
-        c._get_cublas_allow_fp16_reduced_precision_reduction(),
-        c._get_cublas_allow_bf16_reduced_precision_reduction(),
-        c._get_cublas_allow_fp16_accumulation(),
-        c._get_sm_carveout_experimental(),
-        c._get_blas_preferred_backend().value,  # not the enum, whose hash and comparison are calls through pybind
-        c._get_deterministic_algorithms(),
-        _tunes(),
-    )
-
-
-#: whether TunableOp is on; torch without CUDA has none
-_tunes: Callable[[], bool] = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)
-
-
-def forgetful_allocator() -> str | None:
-    """The setting by which PyTorch's allocator may give memory that a pool has freed to others; None without one.
-
-    Those are another backend than the native one, no caching, and `max_split_size_mb`, once memory runs out. Old torch
-    does not tell of `caching_allocator_enable(False)`, nor of settings that the program has made while it runs; 2.11
-    tells of neither.
-    """
-    made: Callable[[], str] = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
-    caches: Callable[[], bool] = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", lambda: True)
-    settings = (os.environ.get("PYTORCH_ALLOC_CONF", ""), os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""), made())
-    if (backend := torch.cuda.get_allocator_backend()) != "native":
-        return f"backend:{backend}"
-    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
-        return "PYTORCH_NO_CUDA_MEMORY_CACHING"
-    if "max_split_size_mb" in ",".join(settings):
-        return "max_split_size_mb"
-    return None if caches() else "caching_allocator_enable(False)"
-
-
 @functools.cache
 def _waits() -> Callable[[torch.Tensor, Callable[[], None]], None]:
     """`register_wait`, with one class for all calls.

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 tests/gpu/call_sites.py
 
 Each is called by the op, and then by its place in generated code (`asynctp_passes.ops.call_sites`), in turn: on the
-same memory until it is recorded and launched, on other memory, at odd addresses, on another stream, in a CUDA graph,
+same memory until a graph is launched, on other memory, at odd addresses, on another stream, in a CUDA graph,
 and after the group's memory was released.
 """
 

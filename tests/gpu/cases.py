@@ -5,9 +5,9 @@
 Those with scales of blocks of 128 alone: `x128+`.
 
 Every case draws fresh random data, runs each implementation that can run it, compares with the fp64 product of what all
-ranks hold, runs again (bit-identical, recorded from the second time on), and replays it in a CUDA graph on new data.
+ranks hold, runs again (bit-identical, launched as a graph from the second time on), and replays it in a CUDA graph on new data.
 Collectives without a product (`Bulk`) are left in flight beside a fused call of each implementation, and `AsyncInput`
-is the GEMM by itself. One JSON line a case, from rank 0; `recorded` counts launches of recordings so far.
+is the GEMM by itself. One JSON line a case, from rank 0; `launched` counts launches of plans' graphs so far.
 """
 
 from __future__ import annotations
@@ -497,7 +497,7 @@ def run(case: Case, implementation: str) -> dict[str, object]:
         torch.cuda.synchronize()
         result: dict[str, object] = {"error": worst(case, outs, expected(case, data))}
         same = True
-        for _ in range(3):  # its memory is given back each time: the second is recorded, the third launched
+        for _ in range(3):  # its memory is given back each time: the second is captured, the third launched
             again = call(case, data)
             same &= all(torch.equal(_raw(x), _raw(y)) for x, y in zip(outs, again, strict=True))
             del again
@@ -520,7 +520,7 @@ def run(case: Case, implementation: str) -> dict[str, object]:
         result["graph error"] = worst(case, captured, wanted)
         result["late error"] = worst(case, late, wanted)
         memory = existing_memory(dist.group.WORLD)
-        result["recorded"] = 0 if memory is None else memory.recordings.launched
+        result["launched"] = 0 if memory is None else memory.launched
     if case.sum_dtype is not None:  # the ranks' sum of products of 16 bits has more of them
         narrow = torch.equal(outs[0], outs[0].to(case.out_dtype).to(case.sum_dtype))
         result["same bits"] = agree(bool(result["same bits"]) and not narrow)
@@ -651,8 +651,7 @@ def _raw(tensor: Tensor) -> Tensor:
 def same_elsewhere(case: Case, data: Data, outs: list[Tensor]) -> bool:
     """The same bits with scales, biases and numbers elsewhere; of other scales, so many times the results.
 
-    The first or second call records copies of these operands, later ones bring theirs. Times a power of two nothing is
-    rounded otherwise, but for subnormal numbers, which float16 has many of.
+    Times a power of two nothing is rounded otherwise, but for subnormal numbers, which float16 has many of.
     """
     exact = bool(case.scales) and data.added is None and torch.float16 not in (case.out_dtype, case.sum_dtype)
     matmuls = len(case.ns) if case.op == "gather" else 1  # not what is only gathered

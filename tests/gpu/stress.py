@@ -8,8 +8,8 @@ flight. Operands are small integers and scales powers of two, so every result is
 on the GPU, with what it must be; what is gathered or multiplied is written just before its call, over zeros. Half of
 the calls have copies of their scales, which lie elsewhere. Every thousand calls all communication memory is filled with
 NaN while nothing is in flight, and what the allocator has to spare is given back, so that other memory comes to lie
-where recorded calls had theirs. Prints one JSON line: `prepared` counts the different calls, and `least` says how
-often the rarest was made. `recorded` calls were launches of what an earlier one had enqueued.
+where earlier calls had theirs. Prints one JSON line: `prepared` counts the different calls, and `least` says how
+often the rarest was made. `launched` calls were launches of their plan's graph.
 """
 
 from __future__ import annotations
@@ -283,18 +283,18 @@ def main() -> int:
     done, replays = mix(calls, groups, total)
     seconds = round(time.time() - began, 1)
     every = [call for of_group in calls for call in of_group]
-    recorded = sum(memory.recordings.launched for group in groups if (memory := existing_memory(group)) is not None)
+    launched = sum(memory.launched for group in groups if (memory := existing_memory(group)) is not None)
     counts = torch.stack([call.wrong for call in every])
     dist.all_reduce(counts)
     wrong = {call.name: count for call, count in zip(every, counts.tolist(), strict=True) if count}
     least = min(call.made for call in every)
-    show({"calls": done, "replayed": replays, "recorded": recorded,
+    show({"calls": done, "replayed": replays, "launched": launched,
           "wrong": sum(wrong.values()), "prepared": len(every), "least": least,
           "seconds": seconds, **({"wrong calls": wrong} if wrong else {})})  # fmt: skip
     del every, calls  # NCCL does not end while there are CUDA graphs with its kernels
     gc.collect()
     end()
-    return int(bool(wrong) or not recorded)
+    return int(bool(wrong) or not launched)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def check_stress(found: Sequence[dict[str, Any]]) -> None:
     assert result["calls"] >= CALLS
     assert result["prepared"] >= 300
     assert result["replayed"] > 0
-    assert result["recorded"] > result["calls"] / 2
+    assert result["launched"] > result["calls"] / 4
 
 
 @RANKS
@@ -131,12 +131,6 @@ def test_stress_with_one_hardware_queue(ranks: int) -> None:
     check_stress(torchrun(ranks, "stress.py", str(CALLS), CUDA_DEVICE_MAX_CONNECTIONS="1"))
 
 
-def test_to_record_a_call_disturbs_none_under_way() -> None:
-    found = torchrun(1, "recorder.py")
-    assert len(found) == 4
-    assert all(case["ok"] for case in found)
-
-
 @RANKS
 def test_compiled_programs_with_and_without_cuda_graphs(ranks: int) -> None:
     *programs, last = torchrun(ranks, "compiled.py")
@@ -166,7 +160,7 @@ def test_like_collectives_and_unlike_uses(ranks: int) -> None:
     (result,) = torchrun(ranks, "unlike.py", "--calls", str(CALLS), "--sizes", "60")
     assert result["wrong"] == 0
     assert all(calls >= CALLS for calls in result["calls"])
-    assert result["recorded"] > 0
+    assert result["launched"] > 0
     for ran in result["ran"]:
         assert ran.keys() == IMPLEMENTATIONS - {"sequential"} | {"bulk", "mover", "chosen", "program"}
 

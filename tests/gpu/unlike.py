@@ -868,12 +868,12 @@ def run_kinds(options: argparse.Namespace) -> dict[str, Any]:
     found: list[Any] = [None] * world()
     dist.all_gather_object(found, (run.done, mine, ran))
     memory = existing_memory(run.group)
-    recorded = 0 if memory is None else memory.recordings.launched
+    launched = 0 if memory is None else memory.launched
     for call in run.calls:
         call.graph, call.captured = None, []
     wrong = [dict(list(mine.items())[:20]) for _, mine, _ in found]
     return {"calls": [done for done, _, _ in found], "wrong": sum(len(each) for _, each, _ in found),
-            "recorded": recorded, "ran": [ran for _, _, ran in found],
+            "launched": launched, "ran": [ran for _, _, ran in found],
             **line, **({"wrong calls": wrong} if any(wrong) else {})}  # fmt: skip
 
 

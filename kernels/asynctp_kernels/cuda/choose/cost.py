@@ -39,6 +39,8 @@ class Rates:
         chunk: microseconds that a copy beside matmuls takes besides its bytes; more than a copy engine needs.
         between: microseconds between two copies beside which nothing else runs.
         gap: the same, of a fused op's chunks, with their words; `docs/results/2026-11-25-h200x2/chunks.txt`.
+        enqueue, enqueue_range: microseconds of host time of a call that is enqueued, and of each range of rows in it:
+            `docs/results/2026-11-29-h200/host-before.jsonl`.
         fused_gather, fused_scatter, decomposed_gather, decomposed_scatter: microseconds of host time and latency beyond
             the terms of the model; `decomposed_gather` where the gathered A is returned, and the shard staged first.
         narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
@@ -67,6 +69,8 @@ class Rates:
     chunk: float = 15.0
     between: float = 4.0
     gap: float = 7.5
+    enqueue: float = 60.0
+    enqueue_range: float = 50.0
     fused_gather: float = 17.0
     fused_scatter: float = 21.5
     decomposed_gather: float = 9.8
@@ -188,6 +192,17 @@ def decomposed(problem: Problem, rates: Rates, sms: int) -> float:
     share = problem.blocks * (each - rates.launch) + rates.launch
     extra = rates.decomposed_scatter if problem.op == "scatter" else rates.decomposed_gather * problem.returned
     return _overlapped(problem, rates, share, extra, 1)
+
+
+def enqueued(estimate: Estimate) -> Estimate:
+    """The estimate of what is enqueued range by range: `estimate`, or the host's time if that is longer."""
+    return lambda problem, rates, sms: max(estimate(problem, rates, sms), host_time(problem, rates))
+
+
+def host_time(problem: Problem, rates: Rates) -> float:
+    """How long the host takes to enqueue a matmul for each range of rows, and what is between them."""
+    matmuls = max(len(problem.widths), len(problem.depths))
+    return rates.enqueue + rates.enqueue_range * problem.world * problem.blocks * matmuls
 
 
 def fused(problem: Problem, rates: Rates, sms: int) -> float:

@@ -31,10 +31,10 @@ from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, untold
 from asynctp_kernels.cuda.plans.scatter import PushedScatter, WholeScatter
 from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
+from asynctp_kernels.cuda.runtime.edited import new_graph
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
-from asynctp_kernels.cuda.runtime.recordings import OF_ONE_KERNEL, Work
 from asynctp_kernels.cuda.runtime.script import Step
 from asynctp_kernels.torch_private import gather_into
 
@@ -72,14 +72,17 @@ class BulkGather(GatherPlan):
         else:
             self.transport = GatherPush(call, memory, 1)
         super().__init__(call, memory, gathers_all=call.kept_by_all)
+        self.graph = new_graph()
+
+    def enqueue(self, stream: int, call: GatherTensors) -> None:
+        """All copies, for nobody who computes; no numbers travel."""
+        self.transport.move(stream, call)
 
     def start_bulk(self, shard: Tensor) -> Bulk:
         """Enqueue everything; `shard` [m, *, n] gives [world * m, *, n]."""
         memory, stream = self.memory, driver.current_stream(self.device_index)
         call = self.with_kernel_layout(self.tensors((shard, None, (), (), (), None)))
-        move = self.transport.move
-        work = Work(self.number, call.addresses(), lambda side: move(side, call))  # no numbers travel
-        done = memory.fly(stream, work, gathers=True)
+        done = memory.fly(stream, self, call, gathers=True)
         (result,) = self.results(call)
         return Bulk(result, call.shard, stream, done)
 
@@ -88,7 +91,6 @@ class CopiedGather(GatherPlan):
     """all_gather(shard, dim 0), of numbers too, by copy engine; the stream waits for it."""
 
     name = WHOLE
-    cublas = False
     transport: GatherTransport
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
@@ -99,6 +101,7 @@ class CopiedGather(GatherPlan):
             self.transport = GatherPush(call, memory, 1)
         super().__init__(call, memory, gathers_all=call.kept_by_all)
         self.reads_landed = self.transport.reads_landed
+        self.graph = self.transport.new_graph()
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         transport = self.transport
@@ -118,6 +121,7 @@ class BulkScatter(PushedScatter):
         whole = in_blocks(1, call.layout.inner)
         super().__init__(call, memory, whole, whole, tiles_n=0)
         self.counts = memory.idle  # the GEMM of a later call may already count while this one's sum clears
+        self.graph = new_graph()
 
     def ready(self, dst: int, piece: int) -> list[Step]:
         return []
@@ -127,16 +131,14 @@ class BulkScatter(PushedScatter):
         memory, stream = self.memory, driver.current_stream(self.device_index)
         whole = aligned(whole)
         out = self.new_output()
-        addresses = (whole.data_ptr(), out.data_ptr())
-        work = Work(self.number, addresses, lambda side: self._move(side, whole, out))
-        done = memory.fly(stream, work, self.shares)
+        done = memory.fly(stream, self, _of_a_sum(whole, out), self.shares)
         return Bulk(out, whole, stream, done)
 
-    def _move(self, side: int, whole: Tensor, out: Tensor) -> None:
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
         memory = self.memory
-        driver.record_event(memory.running, side)
-        self.push_and_reduce(side, whole, out, memory.running)
-        driver.wait_event(side, memory.reduced)
+        driver.record_event(memory.running, stream)
+        self.push_and_reduce(stream, call.staging, call.out, memory.running)
+        driver.wait_event(stream, memory.reduced)
 
 
 class PushedTotal(BulkScatter):
@@ -149,17 +151,21 @@ class PushedTotal(BulkScatter):
         PushedScatter.__init__(self, call, memory, one, one, tiles_n=0, layout=call.parts)
         self.new_output = self.new_staging
         self.counts = memory.idle
+        self.graph = new_graph()
+
+
+def _of_a_sum(whole: Tensor, out: Tensor) -> ScatterTensors:
+    """The memory of a call that reduces a tensor, which is there instead of a matmul's result."""
+    return ScatterTensors((), (), (), (), (), None, whole, out, [])
 
 
 class _WithoutMatmul(WholeScatter):
     """A plan of one kernel, for a tensor that is there instead of a matmul's result."""
 
-    cublas, patience = False, OF_ONE_KERNEL
-
     def reduce(self, whole: Tensor) -> Tensor:
         """Enqueue everything, and let the stream wait for it; `whole` stays as it is."""
         whole, out = aligned(whole), self.new_output()
-        self.make(driver.current_stream(self.device_index), ScatterTensors((), (), (), (), (), None, whole, out, []))
+        self.make(driver.current_stream(self.device_index), _of_a_sum(whole, out))
         return out
 
     def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:

@@ -35,10 +35,9 @@ from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, GroupMemory
 from asynctp_kernels.cuda.runtime.script import Await, Step
 
-#: Its gathers that return A stage first, and wait for the slowest rank where "fused" already multiplies its own rows;
-#: and a call on new addresses takes it half as much host time again. A benchmark, whose ranks come together and whose
-#: calls come again, shows neither. Where other groups' kernels run beside it, cuBLAS range by range takes 2 to 54 %
-#: more time than "fused" in shares. Source of that: `docs/results/2026-11-28-h200x4/beside.jsonl`
+#: Its gathers that return A stage first, and wait for the slowest rank where "fused" already multiplies its own rows.
+#: A benchmark, whose ranks come together, does not show that. Where other groups' kernels run beside it, cuBLAS range
+#: by range takes 2 to 54 % more time than "fused" in shares. Source of that: `docs/results/2026-11-28-h200x4/beside.jsonl`
 AHEAD = Ahead("fused", alone=0.01, beside=0.05)
 
 
@@ -48,7 +47,7 @@ class DecomposedGather(GatherPlan):
     name = "decomposed"
     transports = (PUSH, PULL)
     refuses = (*ANY, rows_are_gathered, cublas_takes_gathered, few_row_ranges, range_in_cublas_blocks)
-    estimate = cost.decomposed
+    estimate = cost.enqueued(cost.decomposed)
     ahead = AHEAD
     transport: GatherTransport
 
@@ -96,7 +95,7 @@ class DecomposedScatter(PushedScatter):
     refuses: ClassVar[Sequence[Check]] = (
         *ANY, rows_are_scattered, cublas_takes_scattered, few_row_ranges, rows_of_a_contiguous, range_in_cublas_blocks,
     )  # fmt: skip
-    estimate: ClassVar[Estimate | None] = cost.decomposed
+    estimate: ClassVar[Estimate | None] = cost.enqueued(cost.decomposed)
     ahead = AHEAD
 
     def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
@@ -129,7 +128,7 @@ class DecomposedAllReduce(DecomposedScatter):
     """cuBLAS for the rows of each rank's part, the own one last; sums are shared. Parts need not be whole rows."""
 
     refuses = (*ANY, rows_for_all, cublas_takes_scattered, rows_of_a_contiguous, parts_in_cublas_blocks)
-    estimate = cost.then_shared(cost.decomposed)
+    estimate = cost.enqueued(cost.then_shared(cost.decomposed))
     shares = in_place = True
 
     def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:

@@ -22,7 +22,6 @@ from asynctp_kernels.cuda.plans.scatter import WholeScatter
 from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import align, aligned, grid, prepare
 from asynctp_kernels.cuda.runtime.memory import DIRECT_PROGRAMS, GroupMemory
-from asynctp_kernels.cuda.runtime.recordings import OF_ONE_KERNEL
 
 #: bytes that a program moves at a time to or from a rank, and to or from all; its warps
 LARGEST_RUN, LEAST_RUN, LARGEST_MOVE = 1 << 14, 1 << 12, 1 << 16
@@ -51,8 +50,6 @@ class DirectGather(WholeGather):
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory)
-        if not call.bs:
-            self.patience = OF_ONE_KERNEL
         layout, sizes = self.layout, ShardSizes(call)
         scale_offset = align(sizes.shard_bytes)
         part = align(scale_offset + sizes.number_bytes)

@@ -39,6 +39,7 @@ from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_word
 from asynctp_kernels.cuda.plans.scatter import PushedScatter
 from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
+from asynctp_kernels.cuda.runtime.edited import new_graph
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_WARPS,
@@ -69,7 +70,6 @@ class FusedGather(GatherPlan):
     transports = (PUSH, PULL)
     refuses = (*ANY, chunk_holds_row, rows_are_gathered, gathered_scaled_at_end, gemm_takes_gathered)
     estimate = cost.fused
-    cublas = False
     transport: GatherTransport
 
     def __init__(self, call: GatherFacts, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
@@ -80,6 +80,7 @@ class FusedGather(GatherPlan):
             self.transport = GatherPush(call, memory, wanted_chunks)
         super().__init__(call, memory, gathers_all=call.kept_by_all)
         self.reads_landed = self.transport.reads_landed
+        self.graph = self.transport.new_graph()
         self._compile(call, tiles, programs)
         self.waits_for_in_flight = self.transport.make_room(self.launch)
 
@@ -171,7 +172,6 @@ class FusedScatter(PushedScatter):
         gemm_takes_scattered, rounded_once, sum_without_bias, a_scales_alike, a_dtypes_alike,
     )  # fmt: skip
     estimate: ClassVar[Estimate | None] = cost.fused
-    cublas = False
 
     def __init__(self, call: ReduceFacts, memory: GroupMemory, tiles: Tiles, wanted_chunks: int, programs: int) -> None:
         layout = call.layout
@@ -183,6 +183,7 @@ class FusedScatter(PushedScatter):
         self.chunk_tiles = [count * tiles_n for count in chunks.row_tiles]
         beside = (REGISTERS - 32 * tiles.warps * tiles.registers) // (32 * BESIDE_REGISTERS)
         super().__init__(call, memory, chunks, own, tiles_n, min(beside, BESIDE_WARPS))
+        self.graph = new_graph()
         self._compile(call, tiles, programs)
 
     @classmethod

@@ -13,8 +13,8 @@ pull it to where the result is.
 A plan computes, beside a transport that brings the others' rows (`gather_transports`), or after one kernel or
 collective. It is made once per (shapes, strides, dtypes, options) and group, and holds everything that does not change:
 addresses of words, the copy stream's script, the compiled kernel. A call only fills in addresses: it makes memory for
-its results, copies operands that do not lie as the kernels read them, and enqueues. A call on the same addresses need
-not do that again (`recordings`).
+its results, copies operands that do not lie as the kernels read them, and enqueues, or launches the plan's graph
+(`edited`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.cublas import matmul
 from asynctp_kernels.cuda.plans.gather_tensors import GatherOperands, GatherTensors
+from asynctp_kernels.cuda.runtime.edited import PlanGraph
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
-from asynctp_kernels.cuda.runtime.recordings import Work
 from asynctp_kernels.torch_private import new_tensors
 
 
 class GatherPlan(Implementation):
     """One call, prepared. `run` gives the matmuls, then the gathered A if asked for, then the gathered `along_shard`.
 
-    uses_memory: calls take their turn in the group's memory. cublas, patience: see `Work`.
+    uses_memory: calls take their turn in the group's memory. graph: of a plan whose calls PyTorch has no part in.
     has_full, has_numbers: the call makes memory for the gathered A, and numbers.
     waits_for_in_flight: it has to come after what is in flight, because its matmuls wait for kernels that then would
     find no room beside them. reads_landed: it reads words of chunks, which a gather in flight reads too, so it has to
@@ -45,14 +45,12 @@ class GatherPlan(Implementation):
     """
 
     uses_memory = True
-    cublas = True
-    patience = 1
+    graph: PlanGraph | None = None
     waits_for_in_flight = False
     reads_landed = False
 
     def __init__(self, call: GatherFacts, memory: GroupMemory, gathers_all: bool) -> None:
         """gathers_all: A call gathers all of A, and all numbers that travel, whether they are returned or not."""
-        self.number = memory.new_plan()
         self.memory, self.layout, self.outer = memory, call.layout, call.outer
         self.scaling, self.out_dtype = call.scaling, call.matmul_dtype
         self.return_a_full, self.scale_travels = call.return_a_full, call.gather_a_scale
@@ -118,13 +116,9 @@ class GatherPlan(Implementation):
         return self.results(call)
 
     def make(self, stream: int, call: GatherTensors) -> None:
-        """Enqueue the call, in its turn, or launch a recording of it."""
-
-        def enqueue(at: int, small: Sequence[Tensor] | None = None) -> None:
-            self.enqueue(at, self.with_kernel_layout(call if small is None else call.with_small(small)))
-
-        work = Work(self.number, call.addresses(), enqueue, self.cublas, call.small(), self.patience)
-        self.memory.call(stream, work, self.waits_for_in_flight, self.reads_landed)
+        """Make the call, in its turn."""
+        call = self.with_kernel_layout(call)
+        self.memory.call(stream, self, call, self.waits_for_in_flight, self.reads_landed)
 
     def multiply(self, call: GatherTensors, a: Tensor, a_scale: Tensor | None, places: Sequence[Tensor]) -> None:
         """`a` by every B, each into its place, on cuBLAS."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,21 +77,16 @@ class GatherTensors(NamedTuple):
     all_row_numbers: Tensor | None
 
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of all tensors but the small operands."""
-        tensors = (self.shard, self.full, self.all_row_numbers, *self.bs, *self.outs)
+        """Addresses of all tensors."""
+        shard, a_scale, bs, b_scales, biases, row_numbers, outs, full, all_row_numbers = self
+        tensors = (shard, a_scale, row_numbers, full, all_row_numbers, *bs, *b_scales, *biases, *outs)
         return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
 
-    def small(self) -> list[Tensor]:
-        """Scales, numbers that travel, biases."""
-        row_numbers = None if self.row_numbers is self.a_scale else self.row_numbers
-        tensors = (self.a_scale, row_numbers, *self.b_scales, *self.biases)
-        return [tensor for tensor in tensors if tensor is not None]
-
-    def with_small(self, small: Sequence[Tensor]) -> GatherTensors:
-        """The same with other small operands."""
-        rest = iter(small)
-        a_scale = None if self.a_scale is None else next(rest)
-        row_numbers = a_scale if self.row_numbers is self.a_scale else None if self.row_numbers is None else next(rest)
-        b_scales = [next(rest) for _ in self.b_scales]
-        biases = [None if bias is None else next(rest) for bias in self.biases]
-        return self._replace(a_scale=a_scale, row_numbers=row_numbers, b_scales=b_scales, biases=biases)
+    def with_each(self, stand_ins: Sequence[Any]) -> GatherTensors:
+        """The same with others in the place of the tensors, in the order of `addresses`."""
+        rest = iter(stand_ins)
+        singles = [None if one is None else next(rest) for one in (self[0], self[1], self[5], self[7], self[8])]
+        shard, a_scale, row_numbers, full, all_row_numbers = singles
+        lists = [[None if one is None else next(rest) for one in many] for many in (*self[2:5], self.outs)]
+        every: Any = (shard, a_scale, *lists[:3], row_numbers, lists[3], full, all_row_numbers)
+        return GatherTensors(*every)

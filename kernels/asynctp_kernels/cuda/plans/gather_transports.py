@@ -14,6 +14,7 @@ from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.copy_kernels import keep_kernel, stage_kernel
 from asynctp_kernels.cuda.gemm.cublas import ranges
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors, ShardSizes, block_for
+from asynctp_kernels.cuda.runtime.edited import PlanGraph, new_graph
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_WARPS,
@@ -72,6 +73,10 @@ class GatherTransport:
         """Rows of a source that a chunk has, rounded down."""
         raise NotImplementedError
 
+    def new_graph(self) -> PlanGraph | None:
+        """A graph for a plan whose other work has no part of PyTorch's."""
+        return new_graph()
+
     def rows(self, call: GatherTensors) -> Tensor:
         """The memory that others' rows come to."""
         raise NotImplementedError
@@ -115,7 +120,8 @@ class GatherPush(GatherTransport):
     """Each rank pushes its shard, and its numbers, from where they are into the others' inboxes.
 
     `received` and `received_numbers` there are the others' only, by rank. The next call takes that place, so what is
-    returned is copied from it (`keep`), on the reducer's stream.
+    returned is copied from it (`keep`), on the reducer's stream; numbers that are only returned PyTorch joins
+    (`joins_numbers`).
 
     Args:
         call, memory: As for `gather.GatherPlan`.
@@ -130,6 +136,7 @@ class GatherPush(GatherTransport):
         self.words = memory.landed.at(memory.rank)
         sizes, layout = self.sizes, call.layout
         others, row_numbers, number_bytes = memory.world - 1, call.row_numbers, sizes.number_bytes
+        self.joins_numbers = row_numbers is not None and not call.gather_a_scale
         self.keeps = call.return_a_full
         self.wire_chunks = WireChunks(sizes.shard_bytes)
         self.slot_bytes = align(sizes.shard_bytes, 16)  # TMA's, where the GEMM reads: then it is the shard's own size
@@ -167,6 +174,9 @@ class GatherPush(GatherTransport):
     @property
     def chunk_rows(self) -> int:
         return self.wire_chunks.chunk // self.sizes.row_bytes
+
+    def new_graph(self) -> PlanGraph | None:
+        return None if self.joins_numbers else new_graph()
 
     def rows(self, call: GatherTensors) -> Tensor:
         return self.received
@@ -222,7 +232,9 @@ class GatherPush(GatherTransport):
 
     def finish(self, stream: int, call: GatherTensors) -> None:
         """Put returned numbers together, join what is under way, and clear words that several have read."""
-        if call.row_numbers is not None and call.all_row_numbers is not None:
+        if self.joins_numbers:
+            assert call.row_numbers is not None
+            assert call.all_row_numbers is not None
             torch.cat(self.ranges(call.row_numbers, self.received_numbers), out=call.all_row_numbers)
         driver.wait_event(stream, self.memory.end)
         if call.full is not None:

@@ -36,10 +36,10 @@ from asynctp_kernels.cuda.facts import ReduceFacts
 from asynctp_kernels.cuda.gemm.copy_kernels import reduce_kernel
 from asynctp_kernels.cuda.gemm.cublas import matmul, multiply
 from asynctp_kernels.cuda.plans.scatter_tensors import Operands, ScatterTensors
+from asynctp_kernels.cuda.runtime.edited import PlanGraph
 from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS, BESIDE_WARPS, grid, prepare
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN, GroupMemory
-from asynctp_kernels.cuda.runtime.recordings import Work
 from asynctp_kernels.cuda.runtime.script import (
     DATA,
     PushMoves,
@@ -56,14 +56,13 @@ from asynctp_kernels.torch_private import new_tensors
 class ScatterPlan(Implementation):
     """One call, prepared. `run` gives this rank's shard.
 
-    uses_memory: calls take their turn in the group's memory. cublas, patience: see `Work`.
+    uses_memory: calls take their turn in the group's memory. graph: of a plan whose calls PyTorch has no part in.
     in_place: the result takes the place of the sum of the matmuls.
     staging_shape, extra_shape: of the sum of the matmuls, and of one apart.
     """
 
     uses_memory = True
-    cublas = True
-    patience = 1
+    graph: PlanGraph | None = None
     in_place = False
     staging_shape: tuple[int, ...]
     extra_shape: tuple[int, ...]
@@ -81,7 +80,6 @@ class ScatterPlan(Implementation):
         self.device = call.a_parts[0].device
         self.device_index: int = self.device.index
         self.new_output = new_tensors(self.layout.shard_shape, self.out_dtype, self.device)
-        self.number = memory.new_plan()
 
     @functools.cached_property
     def new_staging(self) -> Callable[[], Tensor]:
@@ -154,13 +152,8 @@ class ScatterPlan(Implementation):
         return call.out
 
     def make(self, stream: int, call: ScatterTensors) -> None:
-        """Enqueue the call, in its turn, or launch a recording of it."""
-
-        def enqueue(at: int, small: Sequence[Tensor] | None = None) -> None:
-            self.enqueue(at, self.with_kernel_layout(call if small is None else call.with_small(small)))
-
-        work = Work(self.number, call.addresses(), enqueue, self.cublas, call.small(), self.patience)
-        self.memory.call(stream, work)
+        """Make the call, in its turn."""
+        self.memory.call(stream, self, self.with_kernel_layout(call))
 
 
 class PushedScatter(ScatterPlan):

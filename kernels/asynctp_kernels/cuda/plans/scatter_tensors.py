@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -31,18 +31,15 @@ class ScatterTensors(NamedTuple):
     extras: list[Tensor]
 
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of all tensors but the small operands."""
-        tensors = (*self.a_parts, *self.b_parts, self.added, self.staging, self.out, *self.extras)
+        """Addresses of all tensors."""
+        a_parts, b_parts, a_scales, b_scales, biases, added, staging, out, extras = self
+        tensors = (added, staging, out, *a_parts, *b_parts, *a_scales, *b_scales, *biases, *extras)
         return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
 
-    def small(self) -> list[Tensor]:
-        """Scales and biases."""
-        tensors = (*self.a_scales, *self.b_scales, *self.biases)
-        return [tensor for tensor in tensors if tensor is not None]
-
-    def with_small(self, small: Sequence[Tensor]) -> ScatterTensors:
-        """The same with other small operands."""
-        rest = iter(small)
-        a_scales, b_scales = ([next(rest) for _ in scales] for scales in (self.a_scales, self.b_scales))
-        biases = [None if bias is None else next(rest) for bias in self.biases]
-        return self._replace(a_scales=a_scales, b_scales=b_scales, biases=biases)
+    def with_each(self, stand_ins: Sequence[Any]) -> ScatterTensors:
+        """The same with others in the place of the tensors, in the order of `addresses`."""
+        rest = iter(stand_ins)
+        added, staging, out = (None if one is None else next(rest) for one in self[5:8])
+        lists = [[None if one is None else next(rest) for one in many] for many in (*self[:5], self.extras)]
+        every: Any = (*lists[:5], added, staging, out, lists[5])
+        return ScatterTensors(*every)

@@ -9,9 +9,11 @@ Source: CUDA Driver API, "Stream Memory Operations", "Memory Management", "Event
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,7 +33,6 @@ _WAIT_GEQ, _WAIT_EQ = 0, 1
 _EVENT_DISABLE_TIMING = 2
 _EVENT_WAIT_EXTERNAL = 1
 _CAPTURE_RELAXED = 2
-_USE_NODE_PRIORITY = 8
 _STREAM_NON_BLOCKING = 1
 _CARVEOUT, _ALL_SHARED = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 
@@ -93,7 +94,7 @@ def library() -> Any:
         raise CudaError(f"no NVIDIA driver: {error}") from error
 
 
-def _function(name: str, *argtypes: Any) -> Callable[..., None]:
+def function(name: str, *argtypes: Any) -> Callable[..., None]:
     """A driver function that raises on failure; looked up at its first call, so that importing needs no driver."""
     function: Any = None
 
@@ -134,16 +135,21 @@ def _message(code: int) -> str:
 
 _u64, _size, _uint, _ref = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint, ctypes.c_void_p
 
-#: copy(dst, src, bytes, stream): device memory of this or another GPU
-copy: Callable[[int, int, int, int], None] = _function("cuMemcpyDtoDAsync_v2", _u64, _u64, _size, _ref)
+_copy_1d = function("cuMemcpyDtoDAsync_v2", _u64, _u64, _size, _ref)
 #: copy_from_host(dst, src, bytes, stream): from pinned memory
-copy_from_host: Callable[[int, int, int, int], None] = _function("cuMemcpyHtoDAsync_v2", _u64, _ref, _size, _ref)
-record_event: Callable[[int, int], None] = _function("cuEventRecord", _ref, _ref)
-wait_event_with_flags: Callable[[int, int, int], None] = _function("cuStreamWaitEvent", _ref, _ref, _uint)
-_copy_2d = _function("cuMemcpy2DAsync_v2", _ref, _ref)
-_batch = _function("cuStreamBatchMemOp_v2", _ref, _uint, _ref, _uint)
-_event_create = _function("cuEventCreate", _ref, _uint)
-_set_attribute = _function("cuFuncSetAttribute", _ref, ctypes.c_int, ctypes.c_int)
+copy_from_host: Callable[[int, int, int, int], None] = function("cuMemcpyHtoDAsync_v2", _u64, _ref, _size, _ref)
+record_event: Callable[[int, int], None] = function("cuEventRecord", _ref, _ref)
+wait_event_with_flags: Callable[[int, int, int], None] = function("cuStreamWaitEvent", _ref, _ref, _uint)
+_copy_2d = function("cuMemcpy2DAsync_v2", _ref, _ref)
+_batch = function("cuStreamBatchMemOp_v2", _ref, _uint, _ref, _uint)
+_event_create = function("cuEventCreate", _ref, _uint)
+_set_attribute = function("cuFuncSetAttribute", _ref, ctypes.c_int, ctypes.c_int)
+
+
+def copy(dst: int, src: int, size: int, stream: int) -> None:
+    """Copy `size` bytes of device memory, of this or another GPU."""
+    _copy_1d(dst, src, size, stream)
+    note(stream, (dst, src))
 
 
 def wait_event(stream: int, event: int) -> None:
@@ -188,6 +194,7 @@ def copy_rows(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, he
         height=height,
     )
     _copy_2d(ctypes.byref(request), stream)
+    note(stream, (dst, src))
 
 
 @dataclass(frozen=True)
@@ -241,168 +248,84 @@ def _memop(op: Wait | Write) -> _MemOp:
     return _MemOp(operation=_WAIT_VALUE_32, address=op.address, value=op.value, flags=flags)
 
 
-class Graph:
-    """A recording, on the host.
+class Address(int):
+    """An address in a call's memory: `offset` bytes from the beginning of tensor `number`. A sum with bytes is one."""
 
-    A copy in a graph is of the memory that was at its addresses when they were last set, which need not be the memory
-    that is there now: PyTorch's allocator may have given it back meanwhile, and got other memory at the same place.
-    (Launched then, a copy from another GPU was an "unspecified launch failure" on 2 x H200, CUDA 13.0, 2026-11-22.) So
-    copies, and memory that is set, are set anew before every launch. Kernels know addresses only.
+    number: int
+    offset: int
 
-    Args:
-        handle: CUgraph; destroyed with this.
+    def __new__(cls, value: int, number: int, offset: int = 0) -> Address:
+        """See the class."""
+        made = super().__new__(cls, value)
+        made.number, made.offset = number, offset
+        return made
 
-    Attributes:
-        is_of_kernels: Nothing is in it but kernels, which know addresses only: what was shown of it stays.
-        known: Nothing is in it but kernels, waits, words, and copies of one range of bytes: others cannot be brought
-            up to date in an executable graph.
-    """
+    def __add__(self, more: int) -> Address:
+        return Address(int(self) + more, self.number, self.offset + more)
 
-    __slots__ = ("_followed", "_moves", "handle", "is_of_kernels", "known")
-
-    def __init__(self, handle: int) -> None:
-        self.handle, self.known, self.is_of_kernels = _ref(handle), True, True
-        self._moves: list[tuple[Callable[..., int], ctypes.c_void_p, Any]] = []  # what each refresh calls, all prepared
-        self._followed: list[Any] = []  # parameters of copies that come from elsewhere each time
-        for node in _nodes(self.handle):
-            kind = _node_kind(node)
-            self.is_of_kernels &= kind == _KERNEL
-            if kind in _MOVING:
-                name, words, one_range = _MOVING[kind]
-                params = (_u64 * words)()
-                call(f"{name}GetParams", node, ctypes.byref(params))
-                self._moves.append((getattr(library(), f"{name}SetParams"), node, params))
-                self.known &= params[-len(one_range) :] == one_range
-            else:
-                self.known &= kind in _FIXED
-
-    @property
-    def follows(self) -> bool:
-        """Each launch sets the source addresses of some copies."""
-        return bool(self._followed)
-
-    def follow(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Let `refresh` say where these come from: (to, from) of each. Not `known` if one is not found exactly once."""
-        found = {
-            (params[_TO], params[_FROM]): params
-            for _, _, params in self._moves
-            if len(params) == _COPY_WORDS and not any(params[word] for word in _OFFSETS)
-        }
-        self.known &= len(dict(copies)) == len(copies) and all(copy in found for copy in copies)
-        self._followed = [found[copy] for copy in copies] if self.known else []
-
-    def refresh(self, sources: Sequence[int] = ()) -> None:
-        """Let copies be of what is at their addresses now; those that are followed, from these."""
-        for params, source in zip(self._followed, sources, strict=False):
-            params[_FROM] = source
-        for write, node, params in self._moves:
-            if code := write(node, params):
-                check(write.__name__, code)
-
-    def __del__(self) -> None:
-        library().cuGraphDestroy(self.handle)  # at the end of a program there may be nothing left to destroy
+    __radd__ = __add__
 
 
-#: words of CUDA_MEMCPY3D: addresses, and offsets (x, y, z, level of detail) of both
-_FROM, _TO = 6, 17
-_OFFSETS = (0, 1, 2, 3, 11, 12, 13, 14)
-#: kinds of nodes that hold memory: whose parameters, how many words these have, and what the last ones are for one
-#: range of bytes (CUDA_MEMCPY3D: rows, slices; CUDA_MEMSET_NODE_PARAMS: rows)
-_COPY_WORDS = 25
-_MOVING: dict[int, tuple[str, int, list[int]]] = {
-    1: ("cuGraphMemcpyNode", _COPY_WORDS, [1, 1]),
-    2: ("cuGraphMemsetNode", 5, [1]),
-}
-_KERNEL = 0
-#: kernels, nothing, waits for events, batches of stream memory operations
-_FIXED = {_KERNEL, 5, 6, 12}
+#: of a thread that captures: what was launched and copied so far, as (node, values)
+_captures = threading.local()
 
 
-def _nodes(graph: ctypes.c_void_p) -> list[ctypes.c_void_p]:
-    count = ctypes.c_size_t()
-    call("cuGraphGetNodes", graph, None, ctypes.byref(count))
-    nodes = (ctypes.c_void_p * count.value)()
-    call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
-    return [_ref(node) for node in nodes]
+def note(stream: int, values: Sequence[Any]) -> None:
+    """Tell a capture of this thread, if there is one, of which values the last node on `stream` was made."""
+    noted = getattr(_captures, "noted", None)
+    if noted is not None:
+        noted.append((_last_node(stream), values))
 
 
-def _node_kind(node: ctypes.c_void_p) -> int:
-    kind = ctypes.c_int()
-    call("cuGraphNodeGetType", node, ctypes.byref(kind))
-    return kind.value
+Noted = tuple[ctypes.c_void_p, Sequence[Any]]
 
 
-class Executable:
-    """A GPU's copy of graphs that differ in parameters only, of one at a time. Kernels keep their priorities."""
-
-    __slots__ = ("_handle", "_problem", "_shown")
-
-    def __init__(self) -> None:
-        self._handle = ctypes.c_void_p()
-        self._shown: Graph | None = None
-        self._problem = ctypes.create_string_buffer(24)  # CUgraphExecUpdateResultInfo
-
-    def show(self, graph: Graph, sources: Sequence[int] = ()) -> None:
-        """Later launches are of `graph`; earlier ones stay what they are, under way or not. sources: see `refresh`.
-
-        Raises:
-            CudaError: There is no memory for it, or nothing like it can be launched.
-        """
-        if graph is self._shown and graph.is_of_kernels:
-            return
-        self._shown = None
-        graph.refresh(sources)
-        if not self._handle or library().cuGraphExecUpdate_v2(self._handle, graph.handle, self._problem):
-            self._destroy()
-            made, flags = ctypes.c_void_p(), ctypes.c_ulonglong(_USE_NODE_PRIORITY)
-            call("cuGraphInstantiateWithFlags", ctypes.byref(made), graph.handle, flags)
-            self._handle = made
-        self._shown = graph
-
-    def launch(self, stream: int) -> None:
-        """Enqueue the graph on `stream`, after earlier launches."""
-        _graph_launch(self._handle, stream)
-
-    def _destroy(self) -> None:
-        handle, self._handle = self._handle, ctypes.c_void_p()
-        if handle:
-            library().cuGraphExecDestroy(handle)
-
-    __del__ = _destroy
+def _last_node(stream: int) -> ctypes.c_void_p:
+    """The last node of a stream that is being captured."""
+    status, number, graph, nodes, count = ctypes.c_int(), _u64(), _ref(), ctypes.POINTER(_ref)(), _size()
+    info = (_ref(stream), ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph), ctypes.byref(nodes))
+    if hasattr(library(), "cuStreamGetCaptureInfo_v2"):
+        call("cuStreamGetCaptureInfo_v2", *info, ctypes.byref(count))
+    else:
+        call("cuStreamGetCaptureInfo_v3", *info, None, ctypes.byref(count))
+    if count.value != 1:
+        raise CudaError(f"{count.value} nodes are the last ones of a stream")
+    return _ref(nodes[0])
 
 
-_graph_launch = _function("cuGraphLaunch", _ref, _ref)
+@contextlib.contextmanager
+def captured(stream: int, enqueue: Callable[[int], None]) -> Iterator[tuple[ctypes.c_void_p, list[Noted]]]:
+    """The graph (CUgraph) of what `enqueue(stream)` enqueues on a stream, and on those that it forks from there.
 
-
-def record(stream: int, enqueue: Callable[[int], None]) -> Graph:
-    """The graph of what `enqueue(stream)` enqueues there, and on streams that it forks from there and joins again.
+    Also gives what was noted of its launches and copies. Nothing of it runs. Inside, calls of this thread do not break
+    captures of other threads. Whoever takes the graph destroys it.
 
     Raises:
         CudaError: Something of it cannot be captured.
     """
-    graph = ctypes.c_void_p()
-    call("cuStreamBeginCapture_v2", _ref(stream), _uint(_CAPTURE_RELAXED))
+    graph, before = ctypes.c_void_p(), exchange_capture_mode(_CAPTURE_RELAXED)
     try:
-        enqueue(stream)
-    except BaseException:
-        library().cuStreamEndCapture(_ref(stream), ctypes.byref(graph))  # it fails too, if the capture has
-        if graph:
-            call("cuGraphDestroy", graph)
-        raise
-    call("cuStreamEndCapture", _ref(stream), ctypes.byref(graph))
-    assert graph.value is not None
-    return Graph(graph.value)
-
-
-def unrecordable() -> str | None:
-    """The program's setting by which temporaries of a recording would not stay its own; None where they do."""
-    return torch_private.forgetful_allocator()
+        call("cuStreamBeginCapture_v2", _ref(stream), _uint(_CAPTURE_RELAXED))
+        _captures.noted = noted = list[Noted]()
+        try:
+            enqueue(stream)
+        except BaseException:
+            library().cuStreamEndCapture(_ref(stream), ctypes.byref(graph))  # it fails too, if the capture has
+            if graph:
+                call("cuGraphDestroy", graph)
+            raise
+        finally:
+            _captures.noted = None
+        call("cuStreamEndCapture", _ref(stream), ctypes.byref(graph))
+        yield graph, noted
+    finally:
+        exchange_capture_mode(before)
 
 
 def driver_version() -> int:
     """The newest CUDA version that the driver knows, such as 13000 for 13.0."""
     version = ctypes.c_int()
-    _function("cuDriverGetVersion", _ref)(ctypes.byref(version))
+    function("cuDriverGetVersion", _ref)(ctypes.byref(version))
     return version.value
 
 
@@ -423,8 +346,8 @@ def leave_shared_memory(function: int) -> None:
 def device_attribute(index: int, number: int) -> int:
     """The CUdevice_attribute `number` of GPU `index`, which counts the GPUs that this process sees."""
     value = ctypes.c_int()
-    _function("cuInit", _uint)(0)
-    _function("cuDeviceGetAttribute", _ref, ctypes.c_int, ctypes.c_int)(ctypes.byref(value), number, _device(index))
+    function("cuInit", _uint)(0)
+    function("cuDeviceGetAttribute", _ref, ctypes.c_int, ctypes.c_int)(ctypes.byref(value), number, _device(index))
     return value.value
 
 
@@ -440,16 +363,25 @@ def capture_id(stream: int) -> int:
     for name, unused in (("cuStreamGetCaptureInfo_v2", 3), ("cuStreamGetCaptureInfo_v3", 4)):
         if hasattr(library(), name):
             status, number = ctypes.c_int(), ctypes.c_uint64()
-            query = _function(name, *[_ref] * (3 + unused))
+            query = function(name, *[_ref] * (3 + unused))
             query(stream, ctypes.byref(status), ctypes.byref(number), *[None] * unused)
             return number.value if status.value else 0
     return 1
 
 
+def exchange_capture_mode(mode: int) -> int:
+    """Have this thread's calls break captures of other threads, or not; gives what was before.
+
+    Source: CUDA Driver API, `cuThreadExchangeStreamCaptureMode`.
+    """
+    given = ctypes.c_int(mode)
+    call("cuThreadExchangeStreamCaptureMode", ctypes.byref(given))
+    return given.value
+
+
 def relax_captures() -> None:
-    """Calls of this thread do not break captures of other threads (`cuThreadExchangeStreamCaptureMode`)."""
-    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-    _function("cuThreadExchangeStreamCaptureMode", _ref)(ctypes.byref(mode))
+    """Calls of this thread do not break captures of other threads from now on."""
+    exchange_capture_mode(_CAPTURE_RELAXED)
 
 
 # --- the device -----------------------------------------------------------------------------------------------------

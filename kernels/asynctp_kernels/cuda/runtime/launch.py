@@ -84,6 +84,7 @@ class Launch:
 
     def __call__(self, stream: int, values: Sequence[Any]) -> None:
         self.run(stream, values)
+        gpu.note(stream, values)
 
 
 class NotCompiled(RuntimeError):

@@ -48,7 +48,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, astuple, dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -59,7 +59,6 @@ from asynctp_kernels.cuda.choose.tiles import MAX_OWN as MAX_OWN
 from asynctp_kernels.cuda.choose.wire import DIRECT_SIGNATURES, Wire
 from asynctp_kernels.cuda.runtime.enroll import enroll
 from asynctp_kernels.cuda.runtime.machine import driver
-from asynctp_kernels.cuda.runtime.recordings import Recordings, Work
 from asynctp_kernels.cuda.runtime.script import Channel, Player, Step, compile_script
 from asynctp_kernels.cuda.runtime.watch import Calls, error_in, start_watch
 from asynctp_kernels.errors import SET_THE_BOUND, NotEnrolled, SymmetricMemoryError, given_timeout_s, timeout_s
@@ -91,7 +90,7 @@ _last_call: dict[tuple[torch.device, bool], tuple[tuple[int, int], int]] = {}
 _turns: dict[torch.device, threading.Lock] = {}
 #: also by device: the last result that was left in flight, as (number of the group's memory, capture or 0, event)
 _flying: dict[tuple[torch.device, bool], tuple[int, int, int]] = {}
-_numbers, _plan_numbers = itertools.count(), itertools.count()
+_numbers = itertools.count()
 #: held while the memory of a group is made
 _makings: weakref.WeakKeyDictionary[ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
 #: why a group's memory could not be made on this rank, until it is released
@@ -136,7 +135,8 @@ class GroupMemory:
         failure: why the memory must not be used again. error: the error that told so, if the watch found it.
         released: nobody may use it any more.
         generation: how often all plans were forgotten: those of before must not run any more.
-        skipped: calls that this rank has left out, since they ended with an error. made: calls that it has made.
+        skipped: calls that this rank has left out, since they ended with an error. made: calls that it has made, of
+            which so many were `launched` as a plan's graph.
         growing: the call, in words, for which this rank is making more memory; empty for none.
         calls: what ranks tell each other about their calls.
         bound: of a wait for a rank, in nanoseconds.
@@ -164,6 +164,7 @@ class GroupMemory:
     generation: int = 0
     skipped: int = 0
     made: int = 0
+    launched: int = 0
     growing: str = ""
     last_implementation: str = "sequential"
     captured: bool = False
@@ -179,7 +180,7 @@ class GroupMemory:
         self.last, self.last_captured = driver.new_event(), driver.new_event()  # ends of calls
         self.turn = _turns.setdefault(self.device, threading.Lock())
         self.flown = driver.new_event()  # of what was last left in flight
-        self.recordings = Recordings(self.device)
+        self.in_graph = False  # what is enqueued now becomes the graph of a plan (`edited`)
         self.number = next(_numbers)
         self.flights = itertools.cycle([driver.new_event() for _ in range(FLIGHTS)])
         # the end of the last gather that was left in flight, and in which capture: an event that no capture takes over
@@ -215,8 +216,8 @@ class GroupMemory:
         self.after_flights(self.stream)
 
     def after_flights(self, side: int) -> None:
-        """`side`, the copy stream or the reducer, goes on after what is in flight there: in a recording too."""
-        if self.recordings.under_way:
+        """`side`, the copy stream or the reducer, goes on after what is in flight there: in a plan's graph too."""
+        if self.in_graph:
             driver.wait_event_at_launch(side, self.flown)
 
     def begin(self, stream: int) -> None:
@@ -280,17 +281,12 @@ class GroupMemory:
         if capture == self.capture:
             driver.wait_event(stream, landed)
 
-    @staticmethod
-    def new_plan() -> int:
-        """A number for a plan."""
-        return next(_plan_numbers)
-
-    def call(self, stream: int, work: Work, land: bool = False, land_gathers: bool = False) -> None:
+    def call(self, stream: int, plan: Any, call: Any, land: bool = False, land_gathers: bool = False) -> None:
         """Make a call that `stream` waits for.
 
         Args:
             stream: Where it is made.
-            work: What it does.
+            plan, call: What it does: `plan.enqueue(stream, call)`, or a launch of `plan.graph`.
             land: The call comes after everything that this group has in flight.
             land_gathers: The call comes after the gathers that this group has in flight.
         """
@@ -300,23 +296,23 @@ class GroupMemory:
                 self.land(stream)
             elif land_gathers:
                 self.land_gathers(stream)
-            self.run(stream, work)
+            self.run(stream, plan, call)
             self.ended(stream)
 
-    def fly(self, stream: int, work: Work, gathers: bool = False) -> int:
+    def fly(self, stream: int, plan: Any, call: Any, gathers: bool = False) -> int:
         """Make a call on the copy stream that `stream` does not wait for; gives the event after which it is over."""
         with self.turn:
             self.begin(stream)
             self.fork(stream)
-            self.run(self.stream, work)
+            self.run(self.stream, plan, call)
             return self.in_flight(stream, gathers)
 
-    def run(self, stream: int, work: Work) -> None:
-        """Enqueue the work of a call, or launch a recording of it (`recordings`); in a capture, enqueue."""
-        if self.capture:
-            work.enqueue(stream)
+    def run(self, stream: int, plan: Any, call: Any) -> None:
+        """Make a call, in its turn: in a capture of the program's, and where a plan has no graph, it is enqueued."""
+        if self.capture or plan.graph is None:
+            plan.enqueue(stream, call)
         else:
-            self.recordings.run(stream, work, stream == self.stream)
+            plan.graph.run(stream, plan, call)
 
     def event(self, rank: int, chunk: int) -> int:
         """The event about a chunk of `rank`'s rows: it has been pulled, or is ready to be pushed."""
@@ -547,10 +543,9 @@ class GroupMemory:
         return area
 
     def forget_plans(self) -> None:
-        """Drop all plans, and what was recorded of their calls. Who keeps one looks at `generation` each time."""
+        """Drop all plans, and their graphs. Who keeps one looks at `generation` each time."""
         self.generation += 1
         self.plans.clear()
-        self.recordings.clear()
 
     def direct(self, slot_bytes: int) -> tuple[Area, Area]:
         """The landings of the direct kernels, two slots of at least `slot_bytes`, and their words, of two shots."""

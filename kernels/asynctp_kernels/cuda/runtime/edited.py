@@ -1,0 +1,295 @@
+"""A plan's calls are launches of one graph, whose addresses each call edits.
+
+A call is a dozen or more driver calls and kernel launches; a launch of a graph of them takes the host a fraction of
+that. What calls of one plan do differs in addresses only. So a plan's first call is enqueued, its second one captured
+(nothing of that runs), and from then on each call writes its own addresses into the parameters of the graph's kernels
+and copies, and launches it. Nothing is kept of the addresses of earlier calls but what the graph shows now, so new
+memory costs what known memory does, but for the edits.
+
+What makes that as sound as to enqueue:
+
+- *Which parameter is which tensor's address* is known, not guessed. The capture is made with stand-ins for the call's
+  tensors, whose addresses say of which tensor they are, and how far into it (`Address`). A launch or copy hands them
+  on to the node that it makes (`driver.note`). A parameter that is not found there, or twice, refuses the graph.
+- *Copies* are edited in every call: a copy in a graph is of the memory that was at its addresses when they were last
+  set, which need not be what is there now. PyTorch's allocator may have given it back meanwhile, and got other memory
+  at the same place. (Launched then, a copy from another GPU was an "unspecified launch failure" on 2 x H200, CUDA 13.0,
+  2026-11-22.) Kernels know addresses only.
+- *Order.* The copy stream and the reducer are branches of the graph, not those streams. Both wait for what the group
+  has in flight on the streams (`GroupMemory.after_flights`), by an event that each launch looks up anew. All else that
+  orders calls is outside of the graph. An edit counts for later launches only, and launches of one graph follow each
+  other.
+- *Memory* is the program's: a call makes its results, and copies of operands that lie as no kernel reads them, before
+  its launch. The graph has none, and keeps none alive.
+
+Plans that call cuBLAS have no graph, since nobody documents its kernels' parameters: they enqueue. So does a call
+inside a capture of the program's. Each graph takes some 100 KB of the GPU's memory.
+
+Source: CUDA Driver API, "Graph Management" (a launch is ordered after earlier launches of the same graph; an edit
+affects later launches only; what is destroyed in flight is freed when it is done), "Stream Management"
+(cuStreamWaitEvent, CU_EVENT_WAIT_EXTERNAL).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from asynctp_kernels.cuda.runtime import driver as gpu
+from asynctp_kernels.cuda.runtime.driver import Address, CudaError
+from asynctp_kernels.cuda.runtime.machine import driver
+
+log = logging.getLogger(__name__)
+
+
+class Unedited(CudaError):
+    """A graph whose addresses cannot all be edited."""
+
+
+class _KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_ = (
+        ("func", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("params", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+#: bytes of an address, of a descriptor, and what the address of a descriptor is a multiple of
+_WORD, _MAP, _UNIT = 8, 128, 64
+#: words of CUDA_MEMCPY3D: how many, both addresses, offsets (x, y, z, level of detail); the last are rows and slices
+_COPY_WORDS, _FROM, _TO, _OFFSETS = 25, 6, 17, (0, 1, 2, 3, 11, 12, 13, 14)
+_KERNEL, _COPY = 0, 1
+_USE_NODE_PRIORITY = 8
+_set_kernel = gpu.function("cuGraphExecKernelNodeSetParams_v2", *[ctypes.c_void_p] * 3)
+_set_copy = gpu.function("cuGraphExecMemcpyNodeSetParams", *[ctypes.c_void_p] * 4)
+_replace_address = gpu.function("cuTensorMapReplaceAddress", *[ctypes.c_void_p] * 2)
+_launch = gpu.function("cuGraphLaunch", *[ctypes.c_void_p] * 2)
+
+
+class Kernel:
+    """A kernel of an executable graph, some of whose parameters are addresses of a call's memory.
+
+    Args:
+        node: The graph's node.
+        values: What it was launched with: addresses, descriptors of memory at addresses, and other values.
+
+    Raises:
+        Unedited: It is not plain which parameter is which of them.
+    """
+
+    def __init__(self, node: ctypes.c_void_p, values: Sequence[Any]) -> None:
+        self.node, self._params = node, _KernelParams()
+        gpu.call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(self._params))
+        sizes = self._sizes()
+        steps = [-(-size // _UNIT) * _UNIT for size in sizes]
+        self._room = ctypes.create_string_buffer(_UNIT + sum(steps))
+        place, places = ctypes.addressof(self._room), list[int]()
+        place += -place % _UNIT
+        given = (ctypes.c_void_p * len(sizes)).from_address(self._params.params)
+        for size, step, source in zip(sizes, steps, given, strict=True):
+            ctypes.memmove(place, source, size)
+            places.append(place)
+            place += step
+        self._places = (ctypes.c_void_p * len(places))(*places)
+        self._params.params = ctypes.addressof(self._places)
+        self._words = self._found([place for place, size in zip(places, sizes, strict=True) if size == _WORD], values)
+        self._maps = self._described([place for place, size in zip(places, sizes, strict=True) if size == _MAP], values)
+
+    def _sizes(self) -> list[int]:
+        """Bytes of each parameter."""
+        of, name = self._params.func, "cuFuncGetParamInfo"
+        if not of:
+            of, name = self._params.kernel, "cuKernelGetParamInfo"
+        info = getattr(gpu.library(), name, None)
+        if info is None:
+            raise Unedited(f"this driver has no {name}; CUDA 12.4 has")
+        offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), list[int]()
+        arguments = (ctypes.byref(offset), ctypes.byref(size))
+        while info(ctypes.c_void_p(of), ctypes.c_size_t(len(sizes)), *arguments) == 0:
+            sizes.append(size.value)
+        return sizes
+
+    @staticmethod
+    def _found(places: Sequence[int], values: Sequence[Any]) -> list[tuple[ctypes.c_uint64, int, int]]:
+        """(parameter, number of the tensor, offset) of each address: parameters are in the order of the values."""
+        addresses = [value for value in values if isinstance(value, Address)]
+        known = set(map(int, addresses))
+        words = [word for word in map(ctypes.c_uint64.from_address, places) if word.value in known]
+        if [word.value for word in words] != addresses:
+            raise Unedited(f"{len(addresses)} addresses are {len(words)} parameters of a kernel")
+        return [(word, address.number, address.offset) for word, address in zip(words, addresses, strict=True)]
+
+    @staticmethod
+    def _described(places: Sequence[int], values: Sequence[Any]) -> list[tuple[int, int, int]]:
+        """The same of descriptors."""
+        described = [value.address for value in values if hasattr(value, "block_shape")]
+        if len(described) != len(places):
+            raise Unedited(f"{len(described)} descriptors are {len(places)} parameters of a kernel")
+        pairs = zip(places, described, strict=True)
+        return [(place, at.number, at.offset) for place, at in pairs if isinstance(at, Address)]
+
+    def show(self, executable: ctypes.c_void_p, addresses: Sequence[int], shown: Sequence[int]) -> None:
+        """Let later launches be of tensors at these addresses. shown: those of now; empty if unknown."""
+        changed = not shown
+        for word, number, offset in self._words:
+            if not shown or addresses[number] != shown[number]:
+                word.value, changed = addresses[number] + offset, True
+        for place, number, offset in self._maps:
+            if not shown or addresses[number] != shown[number]:
+                _replace_address(place, addresses[number] + offset)
+                changed = True
+        if changed:
+            _set_kernel(executable, self.node, ctypes.addressof(self._params))
+
+
+class Copy:
+    """A copy of an executable graph, from or to an address of a call's memory. Arguments: as of a kernel.
+
+    Raises:
+        Unedited: It is not of one range of bytes.
+    """
+
+    def __init__(self, node: ctypes.c_void_p, values: Sequence[Any]) -> None:
+        self.node, self._params, self._context = node, (ctypes.c_uint64 * _COPY_WORDS)(), ctypes.c_void_p()
+        gpu.call("cuGraphMemcpyNodeGetParams", node, ctypes.byref(self._params))
+        gpu.call("cuCtxGetCurrent", ctypes.byref(self._context))
+        if self._params[-2:] != [1, 1] or any(self._params[word] for word in _OFFSETS):
+            raise Unedited("a copy of many ranges")
+        ends = zip((_TO, _FROM), values, strict=True)
+        self._ends = [(word, value.number, value.offset) for word, value in ends if isinstance(value, Address)]
+
+    def show(self, executable: ctypes.c_void_p, addresses: Sequence[int], shown: Sequence[int]) -> None:
+        """As of a kernel; whatever was shown, for there may be other memory now."""
+        for word, number, offset in self._ends:
+            self._params[word] = addresses[number] + offset
+        _set_copy(executable, self.node, ctypes.addressof(self._params), self._context)
+
+
+class EditableGraph:
+    """A graph on a GPU, of which each launch says where the tensors of its call are.
+
+    Args:
+        graph: CUgraph; destroyed with this.
+        noted: Its launches and copies. All other nodes have nothing that changes.
+
+    Raises:
+        CudaError: There is no memory for it, or not all addresses can be edited.
+    """
+
+    def __init__(self, graph: ctypes.c_void_p, noted: Sequence[gpu.Noted]) -> None:
+        self._graph, self._executable, self._shown = graph, ctypes.c_void_p(), tuple[int, ...]()
+        kinds: dict[int, type[Kernel] | type[Copy]] = {_KERNEL: Kernel, _COPY: Copy}
+        self._nodes = [kinds[_kind(node)](node, values) for node, values in noted if any(map(_changes, values))]
+        flags = ctypes.c_ulonglong(_USE_NODE_PRIORITY)
+        gpu.call("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), graph, flags)
+
+    def launch(self, stream: int, addresses: tuple[int, ...]) -> None:
+        """Enqueue it on `stream`, after earlier launches, for tensors at these addresses."""
+        shown, self._shown = self._shown, ()
+        for node in self._nodes:
+            node.show(self._executable, addresses, shown)
+        _launch(self._executable, stream)
+        self._shown = addresses
+
+    def __del__(self) -> None:
+        library = gpu.library()
+        if self._executable:
+            library.cuGraphExecDestroy(self._executable)
+        library.cuGraphDestroy(self._graph)
+
+
+def _changes(value: Any) -> bool:
+    return isinstance(getattr(value, "address", value), Address)
+
+
+def _kind(node: ctypes.c_void_p) -> int:
+    kind = ctypes.c_int()
+    gpu.call("cuGraphNodeGetType", node, ctypes.byref(kind))
+    return kind.value
+
+
+def capture(device: torch.device, urgent: bool, enqueue: Callable[[int], None]) -> EditableGraph:
+    """The graph of what `enqueue(stream)` enqueues. urgent: The stream is of high priority.
+
+    Raises:
+        CudaError: Something of it cannot be captured, or not be edited.
+    """
+    with gpu.captured(_stream(device, urgent), enqueue) as (graph, noted):
+        return EditableGraph(graph, noted)
+
+
+@functools.cache
+def _stream(device: torch.device, urgent: bool) -> int:
+    return gpu.new_stream(device, urgent)
+
+
+class StandIn:
+    """What a capture has in the place of tensor `number` of a call, which is at `address`."""
+
+    def __init__(self, number: int, address: int) -> None:
+        self._address = Address(address, number)
+
+    def data_ptr(self) -> Address:
+        return self._address
+
+
+class Tensors(Protocol):
+    """All memory of one call: a named tuple of tensors, lists of such, and None."""
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of all tensors, in one order for all calls of a plan."""
+
+    def with_each(self, stand_ins: Sequence[Any]) -> Any:
+        """The same with others in the place of all tensors, in that order."""
+
+
+def new_graph() -> PlanGraph | None:
+    """A graph for a plan; None where calls do their work at once."""
+    return None if driver.IN_ORDER else PlanGraph()
+
+
+class PlanGraph:
+    """The graph of one plan."""
+
+    def __init__(self) -> None:
+        self._calls, self._refused = 0, False
+        self._graph: EditableGraph | None = None
+
+    def run(self, stream: int, plan: Any, call: Tensors) -> None:
+        """Make a call on a stream, in its turn: launch the graph, or have the plan enqueue."""
+        addresses = call.addresses()
+        if self._graph is None:
+            self._calls += 1
+            if self._calls == 1 or self._refused or not self._make(stream, plan, call, addresses):
+                plan.enqueue(stream, call)
+                return
+        assert self._graph is not None
+        plan.memory.launched += 1
+        self._graph.launch(stream, addresses)
+
+    def _make(self, stream: int, plan: Any, call: Tensors, addresses: Sequence[int]) -> bool:
+        """Capture what the plan enqueues; False if it cannot be launched so: nothing of the call has run then."""
+        memory = plan.memory
+        stand_ins = [StandIn(number, address) for number, address in enumerate(addresses)]
+        like = call.with_each(stand_ins)
+        memory.in_graph = True
+        try:
+            self._graph = capture(memory.device, stream == memory.stream, lambda at: plan.enqueue(at, like))
+        except Exception as error:
+            self._refused = True
+            log.warning("calls of one shape are enqueued each time, which takes the host longer: %s", error)
+        finally:
+            memory.in_graph = False
+        return self._graph is not None
