@@ -5,7 +5,7 @@
 Those with scales of blocks of 128 alone: `x128+`.
 
 Every case draws fresh random data, runs each implementation that can run it, compares with the fp64 product of what all
-ranks hold, runs again (bit-identical, launched as a graph from the second time on), and replays it in a CUDA graph on new data.
+ranks hold, runs again (bit-identical, as a graph from the second time on), and replays it in a CUDA graph on new data.
 Collectives without a product (`Bulk`) are left in flight beside a fused call of each implementation, and `AsyncInput`
 is the GEMM by itself. One JSON line a case, from rank 0; `launched` counts launches of plans' graphs so far.
 """

@@ -25,7 +25,6 @@ from asynctp_kernels.cuda.plans.collectives import scatter_facts as bulk_sum
 from asynctp_kernels.cuda.plans.decomposed import DecomposedGather
 from asynctp_kernels.cuda.plans.direct import DirectGather
 from asynctp_kernels.cuda.runtime.memory import FLIGHTS, MAX_CHUNKS, MAX_WORLD
-from asynctp_kernels.cuda.runtime.recordings import OF_ONE_KERNEL
 from cuda_stubs import (
     COPY,
     MAIN,
@@ -302,43 +301,17 @@ main   record last""",
     assert not [entry for entry in here.of(Awaited) + here.of(Launched) if STREAMS[entry.stream] == STREAMS[MAIN]]
 
 
-@pytest.mark.parametrize("op", ["gather", "sum"])
-def test_one_kernel_is_recorded_late(op: str, here: Machine) -> None:
-    """A launch of a recording saves little, and to record it takes much."""
-    here.records = True
-    here.kernels.clear()
-    shard, whole = tensor(8, 64), tensor(32, 64)
-    if op == "gather":
-        plan: Any = DirectGather(bulk_call(shard, None, WORLD, kept_by_all=True), here.memory)
-        call = plan.tensors((shard, None, (), (), (), None))
-        plan.tensors = lambda *args: call
-    else:
-        plan = DirectSum(bulk_sum(whole, "sum", WORLD), here.memory)
-        plan.new_output = lambda: shard
-    for number in range(OF_ONE_KERNEL + 2):
-        if op == "gather":
-            plan.run(shard, None, (), (), ())
-        else:
-            plan.reduce(whole)
-        assert len(here.recordings) == (number >= OF_ONE_KERNEL)
-
-
 @pytest.mark.parametrize("op", ["gather", "pushed gather", "scatter"])
 def test_what_comes_again_is_launched_on_the_copy_stream(op: str, here: Machine) -> None:
     """As it was enqueued there, behind the call's stream and what is in flight, and with that stream's priority."""
-    here.records = True
+    here.edits = True
     here.kernels.clear()
     shard, whole = tensor(8, 64), tensor(32, 64)
     plan: Any = scatter_plan(here, whole) if op == "scatter" else gather_plan(here, shard, op == "gather")
-    if op != "scatter":
-        call = plan.tensors((shard, None, (), (), (), None))
-        plan.tensors = lambda *args: call
-    else:
-        plan.new_output = lambda: shard
     for number in range(3):
         here.log.clear()
         plan.start_bulk(whole if op == "scatter" else shard)
-        assert len(here.recordings) == (number > 0)
+        assert here.memory.launched == number
         assert [STREAMS[entry.stream] for entry in here.log][:2] == ["main", "copy"]
         launched = {STREAMS[entry.stream] for entry in here.of(Launched) + here.of(Copied)}
         assert launched == ({"copy", "reduce"} if op == "scatter" else {"copy"})

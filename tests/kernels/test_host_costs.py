@@ -2,7 +2,7 @@
 
 Microseconds are for GPUs (`tests/gpu/host.py`). These numbers are the same everywhere, so a call that becomes dearer
 is seen here. A call is made as generated code makes it (`asynctp_passes.ops.call_sites`), or by its op, here from where
-torch's dispatcher has called it: at addresses that it was recorded for, or at addresses that it never had.
+torch's dispatcher has called it: at the addresses of the call before, or at addresses that it never had.
 """
 
 from __future__ import annotations
@@ -36,30 +36,33 @@ CALLS: dict[str, Callable[[], Any]] = {
     "scatter, scales of rows": lambda: scatter_call((768,), (64,), 80, **ROWWISE),
     "all-reduce": lambda: replace(scatter_call((64,), (64,), 72), scatter_dim=None),
 }
-LIMITS: dict[tuple[str, str], tuple[Cost, Cost]] = {
-    names: (Cost(*known), Cost(*new))
-    for names, (known, new) in {
-        ("gather", "fused"): ((22, 8), (58, 17)),
-        ("gather", "decomposed"): ((23, 8), (66, 23)),
-        ("gather", "direct"): ((22, 8), (38, 7)),
-        ("gather, three matmuls, A returned", "fused"): ((21, 8), (68, 18)),
-        ("gather, three matmuls, A returned", "decomposed"): ((23, 8), (70, 31)),
-        ("gather, three matmuls, A returned", "direct"): ((22, 8), (38, 9)),
-        ("gather, scales of rows", "fused"): ((22, 8), (73, 20)),
-        ("gather, scales of rows", "decomposed"): ((23, 8), (86, 26)),
-        ("gather, scales of rows", "direct"): ((22, 8), (49, 7)),
-        ("scatter", "fused"): ((21, 8), (64, 22)),
-        ("scatter", "decomposed"): ((23, 8), (93, 31)),
-        ("scatter", "direct"): ((23, 8), (37, 7)),
-        ("scatter, scales of rows", "fused"): ((21, 8), (74, 22)),
-        ("scatter, scales of rows", "decomposed"): ((23, 8), (104, 31)),
-        ("scatter, scales of rows", "direct"): ((23, 8), (47, 7)),
-        ("all-reduce", "fused"): ((23, 8), (74, 28)),
-        ("all-reduce", "decomposed"): ((25, 8), (97, 37)),
-        ("all-reduce", "direct"): ((25, 8), (39, 7)),
+LIMITS = {
+    names: Cost(*cost)
+    for names, cost in {
+        ("gather", "fused"): (19, 6),
+        ("gather", "decomposed"): (54, 23),
+        ("gather", "direct"): (28, 7),
+        ("gather, three matmuls, A returned", "fused"): (18, 6),
+        ("gather, three matmuls, A returned", "decomposed"): (59, 31),
+        ("gather, three matmuls, A returned", "direct"): (28, 9),
+        ("gather, scales of rows", "fused"): (19, 6),
+        ("gather, scales of rows", "decomposed"): (63, 26),
+        ("gather, scales of rows", "direct"): (28, 7),
+        ("scatter", "fused"): (18, 6),
+        ("scatter", "decomposed"): (82, 31),
+        ("scatter", "direct"): (23, 7),
+        ("scatter, scales of rows", "fused"): (18, 6),
+        ("scatter, scales of rows", "decomposed"): (83, 31),
+        ("scatter, scales of rows", "direct"): (23, 7),
+        ("all-reduce", "fused"): (20, 6),
+        ("all-reduce", "decomposed"): (78, 37),
+        ("all-reduce", "direct"): (25, 7),
     }.items()
 }
-"""Of a call from generated code, at known and at new addresses. Raise one only with a reason; lower it when you can."""
+"""Of a call from generated code, wherever its memory is. Raise one only with a reason; lower it when you can.
+
+A launch of a graph counts as one call of the driver here; each address that is not where it was is one more.
+"""
 BY_THE_OP = 5
 """So many functions more a call of the op may enter, below torch's dispatcher."""
 
@@ -87,32 +90,28 @@ def elsewhere(value: Any) -> Any:
 
 
 def at_known_addresses(here: Machine, call: Call, make: Callable[[Call], Any]) -> Counted:
-    """What a call costs that is recorded."""
+    """What a call costs whose memory is where it was."""
     (plan,) = here.memory.plans.values()
     at_the_same_place(plan, ())
-    for _ in range(30):  # a call that is one kernel has to come again more often
+    for _ in range(3):
         make(call)
-    launched = here.memory.recordings.launched
-    found = counted(lambda: make(call))
-    assert here.memory.recordings.launched == launched + 1
-    return found
+    return counted(lambda: make(call))
 
 
 def at_new_addresses(here: Machine, call: Call, make: Callable[[Call], Any]) -> Counted:
     """What a call costs on memory that it never had."""
     fields = ("a_shard", "bs", "b_scales", "a_parts", "b_parts", "a_scales", "a_scale")
-    kept, launched = [make(call)], here.memory.recordings.launched
+    kept = [make(call)]
     for _ in range(3):
         other = replace(call, **{name: elsewhere(getattr(call, name)) for name in fields if hasattr(call, name)})
         found = counted(lambda other=other: kept.append((other, make(other))))
-    assert here.memory.recordings.launched == launched
     return found
 
 
 def cost(case: str, implementation: str, at: Callable[..., Counted], by_op: bool = False) -> Counted:
     """What a call costs from generated code, or by its op."""
     with machine(RANK, WORLD) as here, named_group(here), cuda.forced(implementation):
-        here.kernels, here.records = {}, True  # nothing is computed
+        here.kernels, here.edits = {}, True  # nothing is computed
         call = CALLS[case]()
         op(here, call)
         site, run = site_of(here, call), cuda.run_gather if isinstance(call, GatherFacts) else cuda.run_reduce
@@ -133,7 +132,8 @@ def nothing(*args: Any) -> None:
 
 @pytest.mark.parametrize(("case", "implementation"), LIMITS)
 def test_a_call_from_generated_code_costs_no_more_than(case: str, implementation: str) -> None:
-    for at, limit in zip((at_known_addresses, at_new_addresses), LIMITS[case, implementation], strict=True):
+    limit = LIMITS[case, implementation]
+    for at in (at_known_addresses, at_new_addresses):
         found = cost(case, implementation, at)
         assert found.cost.functions <= limit.functions, found.functions
         assert found.cost.driver <= limit.driver, found.driver
@@ -142,8 +142,8 @@ def test_a_call_from_generated_code_costs_no_more_than(case: str, implementation
 @pytest.mark.parametrize(("case", "implementation"), LIMITS)
 def test_a_call_of_the_op_costs_little_more(case: str, implementation: str) -> None:
     found = cost(case, implementation, at_known_addresses, by_op=True)
-    assert found.cost.functions <= LIMITS[case, implementation][0].functions + BY_THE_OP, found.functions
-    assert found.cost.driver <= LIMITS[case, implementation][0].driver, found.driver
+    assert found.cost.functions <= LIMITS[case, implementation].functions + BY_THE_OP, found.functions
+    assert found.cost.driver <= LIMITS[case, implementation].driver, found.driver
 
 
 def test_every_call_and_implementation_has_a_limit() -> None:

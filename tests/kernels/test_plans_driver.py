@@ -37,7 +37,7 @@ from cuda_stubs import (
     scatter_call,
 )
 from expecttest import assert_expected_inline
-from plan_runs import RANK, ROWWISE, SMALL, WORLD, at_the_same_place, gather_plan, op, scatter_plan, tiles_of
+from plan_runs import RANK, ROWWISE, SMALL, WORLD, gather_plan, op, scatter_plan, tiles_of
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 
@@ -46,13 +46,6 @@ def here() -> Iterator[Machine]:
     with machine(RANK, WORLD) as made:
         cuda_emulated.emulate(made)
         yield made
-
-
-# --- calls that come again -----------------------------------------------------------------------------------------
-@pytest.fixture
-def recording(here: Machine) -> Machine:
-    here.records = True
-    return here
 
 
 # --- what the driver is asked for --------------------------------------------------------------------------------
@@ -202,16 +195,15 @@ main   record last""",
         )
 
 
-def test_trace_of_a_recorded_gather_that_pushes() -> None:
+def test_trace_of_the_graph_of_a_gather_that_pushes() -> None:
     with machine(rank=0, world=2) as here:
-        here.records = True
+        here.edits = True
         call = gather_call((256,), 64, (72,), world=2)
         plan = fused.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
-        at_the_same_place(plan, ())
         for _ in range(2):
             plan.run(call.a_shard, None, call.bs, (), call.biases)
         assert here.launched("gemm_kernel").arguments["words"] == here.memory.landed.at(0)
-        (here.log,) = here.recordings
+        (here.log,) = here.graphs
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr()),
             """\
@@ -493,12 +485,12 @@ def test_calls_on_two_streams_come_one_after_the_other(here: Machine) -> None:
     assert here.of(Awaited) == [Awaited(MAIN, here.memory.last)], "the eager call before the captures"
 
 
-def test_calls_of_two_threads_come_one_after_the_other(recording: Machine) -> None:
+def test_calls_of_two_threads_come_one_after_the_other(here: Machine) -> None:
     """One that is between its begin and its end holds back the other, which then waits for its end."""
-    plan = PLANS["gather-direct"](recording)
+    plan = PLANS["gather-direct"](here)
     plan()
-    recording.log.clear()
-    enqueue, entered, go_on = recording.memory.run, threading.Event(), threading.Event()
+    here.log.clear()
+    enqueue, entered, go_on = here.memory.run, threading.Event(), threading.Event()
 
     def slowly(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -506,7 +498,7 @@ def test_calls_of_two_threads_come_one_after_the_other(recording: Machine) -> No
             assert go_on.wait(10)
         enqueue(*args)
 
-    recording.memory.run = slowly  # type: ignore[method-assign]
+    here.memory.run = slowly  # type: ignore[method-assign]
     first = threading.Thread(target=plan)
     first.start()
     assert entered.wait(10)
@@ -514,11 +506,11 @@ def test_calls_of_two_threads_come_one_after_the_other(recording: Machine) -> No
     second.start()
     second.join(0.2)
     assert second.is_alive()
-    assert recording.of(Launched) == []
+    assert here.of(Launched) == []
     go_on.set()
     for thread in (first, second):
         thread.join(10)
-    assert [type(entry) for entry in recording.log] == [Launched, Recorded] * 2
+    assert [type(entry) for entry in here.log] == [Launched, Recorded] * 2
 
 
 # --- waits for peers, and who watches over them ------------------------------------------------------------------

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,12 @@ from asynctp_kernels.cuda.plans import scatter as scatters
 from asynctp_kernels.cuda.plans.collectives import Bulk
 from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
-from asynctp_kernels.cuda.runtime.recordings import Recordings
 from asynctp_kernels.cuda.runtime.script import Await, Copy, Post, Record, Step, Wait, Write
 from cuda_emulated import PROGRAMS, Call, Steps
 from cuda_stubs import FP8
 from profiles import THOROUGH
 from stream_sessions import Session, Spoil, bulk, gather, move, play, scatter
-from streams import PINGPONG, Found
+from streams import PINGPONG, Found, Graph
 
 OTHER = 42  # another stream of the program's
 SEEDS, SEEDS_OF_FAULTS = range(6 if THOROUGH else 2), range(20)
@@ -133,7 +132,6 @@ SESSIONS: dict[str, Session] = {
     "maxima of 4, captured": Session(
         4, (move("all reduce", "direct", shape=(3,), reduce_op="max"), gather("direct")), captured=True
     ),
-    "recorded maxima": Session(2, (move("all reduce", "direct", reduce_op="max"),), 6, records=True),
     "unlike all reduces": Session(
         3,
         (
@@ -243,63 +241,58 @@ SESSIONS: dict[str, Session] = {
     "posts by copies": Session(
         3, (scatter(), gather(), gather(**KEPT), scatter("decomposed"), gather("decomposed")), options=BY_COPIES
     ),
-    "recorded gathers": Session(
+    "graphs of gathers": Session(
         2,
         (gather(full=True), gather("decomposed", **KEPT), gather(), gather("decomposed"), gather(**KEPT)),
         4,
-        records=True,
+        edits=True,
     ),
-    "recorded elsewhere": Session(2, (gather("direct"), gather("direct", later=1)), 4, records=True),
-    "recorded scatters": Session(2, (scatter(), scatter("decomposed"), scatter("direct")), 4, records=True),
-    "recorded all reduces": Session(
-        2, (scatter("direct", kind="all reduce"), scatter("direct", kind="all reduce", **FEW)), 4, records=True
-    ),
-    "recorded all reduces, pushed": Session(
+    "graphs elsewhere": Session(2, (gather(), gather(later=1)), 4, edits=True),
+    "graphs of scatters": Session(2, (scatter(), scatter("decomposed"), scatter("direct")), 4, edits=True),
+    "graphs of all reduces, pushed": Session(
         2,
         (bulk("gather", 1), scatter(kind="all reduce"), scatter("decomposed", kind="all reduce"), move("all reduce")),
         5,
-        records=True,
+        edits=True,
     ),
-    "recorded beside flights": Session(
-        2, (bulk("gather", 1), gather(full=True), bulk("scatter", 1), scatter("decomposed")), 5, records=True
+    "graphs beside flights": Session(
+        2, (bulk("gather", 1), gather(full=True), bulk("scatter", 1), scatter()), 5, edits=True
     ),
-    "recorded beside pulled flights": Session(
-        2, (bulk("gather", 1, kept=True), gather(**KEPT), bulk("scatter", 1), gather(**KEPT)), 5, records=True
+    "graphs beside pulled flights": Session(
+        2, (bulk("gather", 1, kept=True), gather(**KEPT), bulk("scatter", 1), gather(**KEPT)), 5, edits=True
     ),
-    "recorded beside flights, pushed": Session(
-        2, (bulk("gather", 1), gather(), bulk("scatter", 1), gather()), 5, records=True
+    "graphs beside flights, pushed": Session(
+        2, (bulk("gather", 1), gather(), bulk("scatter", 1), gather()), 5, edits=True
     ),
-    "recorded flights": Session(
-        2, (bulk("scatter", 1), scatter("decomposed"), bulk("gather", 1), gather("decomposed")), 5, records=True
-    ),
-    "beside a recorded flight": Session(
+    "graphs of flights": Session(2, (bulk("scatter", 1), scatter(), bulk("gather", 1), gather()), 5, edits=True),
+    "beside a flight of a graph": Session(
         3,
         tuple(op for n in (16, 48, 80) for op in (bulk("scatter", 1), scatter("decomposed", ks=(16,), n=n))),
         1,
-        records=True,
+        edits=True,
     ),
-    "recorded, biases elsewhere": Session(
+    "graphs, biases elsewhere": Session(
         2,
         tuple(make(way, bias=True) for way in ("fused", "decomposed", "direct") for make in (gather, scatter)),
         4,
-        records=True,
+        edits=True,
         wanders=True,
     ),
-    "recorded, scales elsewhere": Session(
+    "graphs, scales elsewhere": Session(
         2,
         tuple(gather(way, **ROWS, **options) for way in ("fused", "decomposed") for options in ({}, KEPT)),
         4,
-        records=True,
+        edits=True,
         wanders=True,
     ),
-    "recorded on two streams, biases elsewhere": Session(
+    "graphs on two streams, biases elsewhere": Session(
         2,
         (gather(bias=True), scatter(stream=OTHER, bias=True), gather("decomposed", bias=True)),
         4,
-        records=True,
+        edits=True,
         wanders=True,
     ),
-    "recorded on two streams": Session(2, (gather(), scatter(stream=OTHER)), 4, records=True),
+    "graphs on two streams": Session(2, (gather(), scatter(stream=OTHER)), 4, edits=True),
     "captured gathers": Session(
         2,
         (
@@ -401,8 +394,8 @@ NEEDED = {
     "moves._wait_for: wait_event(stream, bulk.done)": "bulk",
     "moves._wait_for: record_stream(bulk.source)": "in flight, waited for elsewhere",
     "collectives.CopiedGather.enqueue: wait_event(stream, self.memory.reduced)": "whole gather of numbers",
-    "collectives.BulkScatter._move: record_event(memory.running, side)": "recorded beside flights",
-    "collectives.BulkScatter._move: wait_event(side, memory.reduced)": "bulk",
+    "collectives.BulkScatter.enqueue: record_event(memory.running, stream)": "graphs beside flights",
+    "collectives.BulkScatter.enqueue: wait_event(stream, memory.reduced)": "bulk",
     "gather_transports.GatherPush.finish: wait_event(stream, self.memory.end)": "unlike uses of gathers",
     "gather_transports.GatherPull.finish: wait_event(stream, self.memory.end)": "pulled fused gather",
     "gather_transports.GatherPush.start: record_event(memory.end, memory.stream)": "unlike uses of gathers",
@@ -415,13 +408,13 @@ NEEDED = {
     ),
     "memory.GroupMemory.fork: record_event(self.start, stream)": "fused gather",
     "memory.GroupMemory.fork: wait_event(self.stream, self.start)": "fused gather",
-    "memory.GroupMemory.after_flights: wait_event_at_launch(side, self.flown)": "recorded beside flights",
+    "memory.GroupMemory.fork: wait_event_at_launch(self.stream, self.flown)": "graphs beside flights",
     "memory.GroupMemory.begin: wait_event(stream, flying[2])": "two groups in flight, pulled",
     "memory.GroupMemory.begin: wait_event(stream, last[1])": "two streams",
     "memory.GroupMemory.ended: record_event(self.last_captured if self.capture else self.last, stream)": "two streams",
     "memory.GroupMemory.in_flight: record_event(event, self.stream)": "bulk",
-    "memory.GroupMemory.in_flight: record_event(self.flown, self.stream)": "recorded beside flights",
-    "memory.GroupMemory.in_flight: wait_event(self.reducer, event)": "beside a recorded flight",
+    "memory.GroupMemory.in_flight: record_event(self.flown, self.stream)": "graphs beside flights",
+    "memory.GroupMemory.in_flight: wait_event(self.reducer, event)": "beside a flight of a graph",
     "memory.GroupMemory.in_flight: record_event(landed, self.stream)": "in flight beside fused",
     "memory.GroupMemory.land: wait_event(stream, flying[2])": "fused gather, no room",
     "memory.GroupMemory.land_gathers: wait_event(stream, landed)": "in flight beside fused",
@@ -502,15 +495,6 @@ def heedless(name: str, first: int = 0, end: int = 1000) -> Spoil:
     return lambda: mock.patch.dict(PROGRAMS, {name: program})
 
 
-def after_flights(left_out: str) -> Spoil:
-    """One of the two streams does not wait, in a recording, for what is in flight."""
-
-    def make(real: Any) -> Any:
-        return lambda self, side: None if side == getattr(self, left_out) else real(self, side)
-
-    return replaced(GroupMemory, "after_flights", make)
-
-
 def source_given_back(real: Any) -> Any:
     """What is read in flight is not kept."""
 
@@ -540,14 +524,15 @@ def gemm_clears(real: Any) -> Any:
     return init
 
 
-def one_recording(real: Any) -> Any:
-    """Of all calls of a plan, wherever their memory is."""
-    return lambda self, stream, work, *rest: real(self, stream, work._replace(addresses=()), *rest)
+def told_once(real: Any) -> Any:
+    """A graph is not told where other calls have their memory."""
 
+    def launch(self: Graph, stream: int, addresses: Sequence[int]) -> None:
+        self.told[addresses] = None
+        first = next(iter(self.told))
+        real(self, stream, first)
 
-def not_told(real: Any) -> Any:
-    """A recording is not told where small operands are."""
-    return lambda self, plan, graph, at: real(self, plan, graph, ())
+    return launch
 
 
 def made_late(real: Any) -> Any:
@@ -618,11 +603,9 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
         replaced(cuda_emulated, "_landings", lambda real: lambda call, epoch: real(call, 0)),
     ),
     "one slot": ("direct gather", replaced(cuda_emulated, "_landings", lambda real: lambda call, epoch: real(call, 0))),
-    "copies beside flights": ("recorded beside flights", after_flights("stream")),
-    "sums beside flights": ("recorded flights", after_flights("reducer")),
     "source given back in flight": ("in flight", replaced(moves, "_waited", source_given_back)),
-    "biases stay elsewhere": ("recorded, biases elsewhere", replaced(Recordings, "_shown", not_told)),
-    "a recording of other memory": ("recorded elsewhere", replaced(Recordings, "run", one_recording)),
+    "biases stay elsewhere": ("graphs, biases elsewhere", replaced(Graph, "launch", told_once)),
+    "a graph of other memory": ("graphs elsewhere", replaced(Graph, "launch", told_once)),
 }
 
 

@@ -22,10 +22,10 @@ import torch
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm import gemm
 from asynctp_kernels.cuda.plans import async_input, collectives, direct, gather, gather_transports, scatter, sequential
-from asynctp_kernels.cuda.runtime import driver, memory, recordings, watch
+from asynctp_kernels.cuda.runtime import driver, edited, memory, watch
+from asynctp_kernels.cuda.runtime.driver import Address
 from asynctp_kernels.cuda.runtime.launch import Launch, Tma
 from asynctp_kernels.cuda.runtime.memory import MAX_OWN, MAX_WORLD, Area, GroupMemory
-from asynctp_kernels.cuda.runtime.recordings import ALIGNMENT, Enqueue, on_places, rooms_for
 from asynctp_kernels.errors import TIMEOUT_VARIABLE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -135,18 +135,7 @@ class Launched:
         return dict(zip(self.prepared.names, self.values, strict=True))
 
 
-@dataclass(frozen=True)
-class Computed:
-    """A torch op, as cuBLAS's, on the stream that is being recorded; `result` is where it puts what it gives."""
-
-    stream: int
-    op: Any
-    args: Any
-    kwargs: Any
-    result: Any
-
-
-Entry = Copied | Waited | Wrote | Recorded | Awaited | Launched | Computed
+Entry = Copied | Waited | Wrote | Recorded | Awaited | Launched
 
 
 @dataclass(frozen=True)
@@ -174,57 +163,40 @@ class Prepared:
         return [param.name for param in self.kernel.params if param.is_constexpr]
 
 
-class Tape(TorchDispatchMode):
-    """Writes down torch ops, too, while a call is recorded. They also run, which nothing may depend on."""
-
-    def __init__(self, log: list[Entry]) -> None:
-        super().__init__()
-        self.log = log
+class NoTorch(TorchDispatchMode):
+    """A graph has nothing of PyTorch's: nobody could edit that. Views put nothing there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            self.log.append(Computed(GRAPH, func, args, kwargs or {}, result))
-        return result
+        assert func.is_view, f"{func} in a graph"
+        return func(*args, **(kwargs or {}))
 
 
 class Graph:
-    """What replaces the driver's: what was asked for, and nothing of who asked."""
+    """What replaces the driver's: what was asked for; addresses of a call's memory are those of each launch."""
 
     def __init__(self, machine: Machine, entries: Sequence[Entry]) -> None:
+        if any(entry.height > 1 for entry in entries if isinstance(entry, Copied)):
+            raise edited.Unedited("a copy of many ranges")
         self.machine, self.entries = machine, entries
-        self.known = all(entry.height == 1 for entry in entries if isinstance(entry, Copied))
-        self.places: list[int] = []
 
-    @property
-    def follows(self) -> bool:
-        return bool(self.places)
-
-    def follow(self, copies: Sequence[tuple[int, int]]) -> None:
-        found = [(entry.dst, entry.src) for entry in self.entries if isinstance(entry, Copied)]
-        assert set(copies) <= set(found)
-        self.places = [place for place, _ in copies]
+    def launch(self, stream: int, addresses: Sequence[int]) -> None:
+        for entry in self.entries:
+            at = stream if entry.stream == GRAPH else entry.stream
+            self.machine.do(replace(edited_entry(entry, addresses), stream=at))
 
 
-class Executable:
-    """What replaces the driver's."""
+def edited_entry(entry: Entry, addresses: Sequence[int]) -> Entry:
+    """What is asked for, for a call whose tensors are at these addresses."""
+    return replace(entry, **{name: moved(value, addresses) for name, value in vars(entry).items()})
 
-    def __init__(self) -> None:
-        self.sources: dict[int, int] = {}
 
-    def show(self, graph: Graph, sources: Sequence[int] = ()) -> None:
-        self.graph = graph
-        self.sources = dict(zip(graph.places, sources, strict=False))
-
-    def from_now(self, entry: Entry) -> Entry:
-        """A copy of what is followed, from where it now is."""
-        if isinstance(entry, Copied) and entry.dst in self.sources:
-            return replace(entry, src=self.sources[entry.dst])
-        return entry
-
-    def launch(self, stream: int) -> None:
-        for entry in map(self.from_now, self.graph.entries):
-            self.graph.machine.do(replace(entry, stream=stream if entry.stream == GRAPH else entry.stream))
+def moved(value: Any, addresses: Sequence[int]) -> Any:
+    """A value that a launch is told, for a call whose tensors are at these addresses."""
+    if isinstance(value, tuple):
+        return tuple(moved(each, addresses) for each in value)
+    if isinstance(value, Tma):
+        return Tma(value, moved(value.address, addresses))
+    return addresses[value.number] + value.offset if isinstance(value, Address) else value
 
 
 # --- the machine -------------------------------------------------------------------------------------------------
@@ -244,8 +216,7 @@ class Machine:
         store: of the group: what ranks tell each other.
         gathered: what NCCL gathers: for each such tensor, that of each rank.
         scattered: what NCCL reduces: for this rank, the part of each rank.
-        records: calls that come again are recorded. recordings: what was, each as its log. urgent: on which priority.
-        rooms: memory of small operands' places.
+        edits: plans have graphs. graphs: what was captured, each as its log. urgent: on which priority.
         dry: what is asked for is written down only.
     """
 
@@ -265,10 +236,9 @@ class Machine:
         self.store = Store()
         self.gathered: list[Sequence[Tensor]] = []
         self.scattered: Sequence[Tensor] = ()
-        self.records, self.dry = False, False
-        self.recordings: list[list[Entry]] = []
+        self.edits, self.dry = False, False
+        self.graphs: list[list[Entry]] = []
         self.urgent: list[bool] = []
-        self.rooms: list[Tensor] = []
         self._events = 0
         self._streams = iter([COPY, REDUCE])
 
@@ -302,26 +272,20 @@ class Machine:
         self._events += 1
         return 1000 + self._events
 
-    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Any:
-        """What replaces a recorder."""
+    def capture(self, device: torch.device, urgent: bool, enqueue: Callable[[int], None]) -> Graph:
+        """What replaces `edited.capture`."""
         self.urgent.append(urgent)
-        rooms = [room_for(size) for size in rooms_for(small)]
-        self.rooms += rooms
-
-        def captured(made: Callable[[int], None]) -> Any:
-            log, self.log, self.dry = self.log, [], True
-            try:
-                with Tape(self.log):
-                    made(GRAPH)
-                self.recordings.append(self.log)
-            finally:
-                self.log, self.dry = log, False
-            return Graph(self, self.recordings[-1])
-
-        return on_places(enqueue, small, rooms, captured)
+        log, self.log, self.dry = self.log, [], True
+        try:
+            with NoTorch():
+                enqueue(GRAPH)
+            self.graphs.append(self.log)
+        finally:
+            self.log, self.dry = log, False
+        return Graph(self, self.graphs[-1])
 
     def do(self, entry: Entry) -> None:
-        """Write down what is asked for, and do it, unless it is being recorded."""
+        """Write down what is asked for, and do it, unless it is being captured."""
         if isinstance(entry, Waited):
             entry = replace(entry, found=ctypes.c_int32.from_address(entry.address).value)
         self.log.append(entry)
@@ -334,10 +298,6 @@ class Machine:
             ctypes.c_int32.from_address(entry.address).value = entry.value
         elif isinstance(entry, Launched):
             self.kernels.get(entry.prepared.name, lambda _: None)(entry)
-        elif isinstance(entry, Computed):
-            again = entry.op(*entry.args, **entry.kwargs)
-            if again is not entry.result:
-                entry.result.copy_(again)
 
     # what replaces streams, symmetric memory, and the compiler
     def new_stream(self, device: torch.device) -> int:
@@ -436,17 +396,17 @@ def is_descriptor(value: object) -> bool:
 
 
 def check_fixed(launched: Launched) -> None:
-    """A launch that may be recorded differs from the example in addresses only."""
+    """A launch of a plan's differs from the example in addresses only."""
     constants = launched.prepared.constants
     if constants.get("GATHER") and not constants["OWN"]:
-        return  # `async_input_matmul` is not recorded
+        return  # `async_input_matmul` has no plan
     for name, example, value in zip(launched.prepared.names, launched.prepared.args, launched.values, strict=True):
         varies = isinstance(example, Tensor) or is_descriptor(example)
         if not varies and (launched.prepared.name, name) != (
             "keep_kernel",
             "source",
         ):  # which is another in each launch
-            assert value == example, f"{launched.prepared.name}: {name} is recorded"
+            assert value == example, f"{launched.prepared.name}: {name} changes"
 
 
 def check_promises(launched: Launched) -> None:
@@ -470,12 +430,6 @@ def check_promises(launched: Launched) -> None:
             assert -(2**31) <= min(value, example) <= max(value, example) < 2**31, said
         else:
             assert value == example, f"{said} is compiled in"
-
-
-def room_for(size: int) -> Tensor:
-    """Memory for so many bytes, as PyTorch's allocator would give it."""
-    room = torch.zeros(size + ALIGNMENT, dtype=torch.uint8)
-    return room[-room.data_ptr() % ALIGNMENT :][:size]
 
 
 def matmul(
@@ -506,13 +460,11 @@ def machine(
     made: Callable[[int, int, bool], Any] = Machine,
 ) -> Iterator[Any]:
     """`asynctp_kernels.cuda` as rank `rank` of `world` sees it, on a machine of its own. timeout_s: 0 for no bound."""
-    here = made(rank, world, peer_writes)
+    here, make = made(rank, world, peer_writes), edited.PlanGraph._make
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=SMS, name="NVIDIA H200")
     replaced: dict[Any, dict[str, Any]] = {
         driver: {
             "capture_id": lambda stream: int(here.capturing),
-            "unrecordable": lambda: None if here.records else "no recordings",
-            "Executable": Executable,
             "copy": here.copy,
             "_copy_2d": here.copy_2d,
             "_batch": here.batch,
@@ -526,7 +478,8 @@ def machine(
             "capturing": lambda: here.capturing != 0,
             "machine": lambda index: ((9, 0), SMS, properties.name),
         },
-        recordings: {"recorder": lambda device: here, "_say_unrecordable": lambda setting: None},
+        edited: {"capture": here.capture},
+        edited.PlanGraph: {"_make": lambda *given: here.edits and make(*given)},
         memory: {
             "_share": here.share,
             "_last_call": {},

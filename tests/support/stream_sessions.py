@@ -21,7 +21,7 @@ from asynctp_kernels.cuda.runtime.memory import existing_memory
 from cuda_emulated import Steps, look, raw
 from cuda_stubs import MAIN, expected_products, gather_call, result_dtype, scatter_call, tensor, whole
 from plan_runs import arguments_of
-from streams import TILES, Executable, Found, Place, Rank, Shared, rank_of, run
+from streams import TILES, Found, Graph, Place, Rank, Shared, rank_of, run
 from torch import Tensor
 
 
@@ -304,7 +304,7 @@ class Session:
     Attributes:
         ops: one after the other, `rounds` times.
         captured: then they are captured, and the graph is launched as often again.
-        records: the package may record calls. wanders: see `Player`.
+        edits: plans have graphs. wanders: see `Player`.
         chunks, tiles, registers, options: of the GEMM, of the GEMM, of every kernel, of `machine`.
     """
 
@@ -312,7 +312,7 @@ class Session:
     ops: tuple[Each, ...]
     rounds: int = 2
     captured: bool = False
-    records: bool = False
+    edits: bool = False
     wanders: bool = False
     chunks: int = 2
     tiles: Tiles = TILES
@@ -323,7 +323,7 @@ class Session:
 def perform(session: Session, rank: Rank) -> None:
     """All of a session that one rank enqueues."""
     player, ops = Player(rank, session.wanders), session.ops
-    rank.records, rank.registers = session.records, session.registers
+    rank.edits, rank.registers = session.edits, session.registers
     count = session.rounds * len(ops)
     for number in range(count):
         player.call(ops[number % len(ops)], number)
@@ -331,8 +331,8 @@ def perform(session: Session, rank: Rank) -> None:
     if session.captured:
         replay(session, player, count)
     found = [memory for group in rank.groups if (memory := existing_memory(group)) is not None]
-    assert session.records == any(memory.recordings.launched for memory in found)
-    assert session.wanders == any(graph.follows for memory in found for graph in memory.recordings._kept.values())
+    assert session.edits == any(memory.launched for memory in found)
+    assert not session.wanders or any(len(graph.told) > 1 for graph in rank.graphs)  # type: ignore[attr-defined]
 
 
 def replay(session: Session, player: Player, number: int) -> None:
@@ -340,18 +340,18 @@ def replay(session: Session, player: Player, number: int) -> None:
     rank, ops = player.rank, [player.mine(each) for each in session.ops]
     rank.current_stream = MAIN
     operands = [placed(rank, data(op, 0, rank.groups[op.group].rank(), rank.world)) for op in ops]
-    results, executable = [], Executable()
+    results = []
     rank.capturing = 7
-    with rank.captured(MAIN) as graph:
+    with rank.captured(MAIN) as work:
         for op, given in zip(ops, operands, strict=True):
             made, wait = player.start(op, given)
             results.append(made)
             wait()
-    rank.capturing = 0
+    rank.capturing, graph = 0, Graph(rank, work)
     for _ in range(session.rounds):
         for op, given in zip(ops, operands, strict=True):
             player.fill(op, given, number)
-        rank.launch(graph, MAIN, executable)
+        graph.launch(MAIN)
         for each, made in zip(session.ops, results, strict=True):
             player.check(each, made, number)
         number += 1

@@ -1,6 +1,6 @@
 """Streams of all ranks, on which the package's own plans run in any order that a GPU may choose, without a GPU.
 
-Each rank has a `cuda_stubs` machine, on which the package decides everything: plans, scripts, events, recordings. What
+Each rank has a `cuda_stubs` machine, on which the package decides everything: plans, scripts, events, graphs. What
 it asks of the driver goes to simulated streams (`Rank`), as a graph of nodes: a node starts when those before it in its
 stream, and those behind the events that it waits for, are done. An event is what was last recorded of it when the host
 waits for it. A CUDA graph, of one call or of the program's, is nodes made anew at each launch, between what the
@@ -37,24 +37,23 @@ import torch
 from asynctp_kernels.cuda import moves
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.tiles import Tiles
-from asynctp_kernels.cuda.plans import collectives, direct, gather, gather_transports, scatter
-from asynctp_kernels.cuda.runtime import driver, memory
+from asynctp_kernels.cuda.plans import collectives, gather, gather_transports, scatter
+from asynctp_kernels.cuda.runtime import edited, memory
 from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS
 from asynctp_kernels.cuda.runtime.memory import Area, GroupMemory
-from asynctp_kernels.cuda.runtime.recordings import Enqueue, on_places, rooms_for
 from cuda_emulated import POISON, PROGRAMS, Call, Question, Raced, Steps, at, int32, look, put, raw, reached
 from cuda_stubs import (
     GRAPH,
     Awaited,
     Copied,
     Entry,
-    Graph,
     Group,
     Launched,
     Machine,
     Recorded,
     Waited,
     Wrote,
+    edited_entry,
     matmul,
     one_torch_thread,
 )
@@ -78,7 +77,10 @@ class Found(Exception):
 # --- what is enqueued --------------------------------------------------------------------------------------------
 @dataclass(eq=False, repr=False)
 class Node:
-    """What a stream does in one piece. `event`: of a captured node, what each launch looks up anew."""
+    """What a stream does in one piece.
+
+    event: of a captured node, what each launch looks up anew. entry: what a captured node was asked for.
+    """
 
     name: str
     rank: int
@@ -87,6 +89,7 @@ class Node:
     programs: Sequence[Program] = ()
     epoch: int = 0  # how often the rank has met all others on the host before
     event: int | None = None
+    entry: Entry | None = None
     missing: int = 0  # nodes that are not done, of those that it comes after
     running: int = 0
     followers: list[Node] = field(default_factory=list)
@@ -178,6 +181,16 @@ class Enqueued(TorchDispatchMode):
         if func.is_view or not held or func is torch.ops.aten.new_empty.default:
             return func(*args, **kwargs)
         aten = torch.ops.aten
+        if func is aten._to_copy.default:
+            made = self.rank.empty(into.shape, kwargs["dtype"])
+            pair = Place.of(made), Place.of(into)
+
+            def convert() -> Steps:
+                found = yield from look(pair[1].tensor())
+                yield from put(pair[0].tensor(), found.to(pair[0].dtype))
+
+            self.rank.enqueue(self.rank.current_stream, "convert", convert)
+            return made
         assert func in (aten.copy_.default, aten.add_.Tensor, aten.cat.out), func
         out_place, places = Place.of(into), tree_map_only(Tensor, Place.of, args)
 
@@ -196,16 +209,16 @@ class Enqueued(TorchDispatchMode):
         return into
 
 
-class Executable(cuda_stubs.Executable):
-    """What replaces the driver's."""
+class Graph:
+    """An executable graph: what replaces the driver's."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: list[Node] = []
+    def __init__(self, rank: Rank, work: Work) -> None:
+        self.rank, self.work, self.last = rank, work, list[Node]()
+        self.told: dict[Sequence[int], None] = {}  # in order
 
-    def launch(self, stream: int) -> None:
-        machine: Any = self.graph.machine
-        machine.launch(self.graph.work, stream, self)  # type: ignore[attr-defined]
+    def launch(self, stream: int, addresses: Sequence[int] = ()) -> None:
+        self.told[addresses] = None
+        self.rank.launch(self, stream, addresses)
 
 
 # --- one rank ----------------------------------------------------------------------------------------------------
@@ -252,20 +265,29 @@ class Rank(Machine):
         elif isinstance(entry, Awaited):
             self._wait(entry)
         elif isinstance(entry, Launched):
-            name, call = entry.prepared.name, Call(entry)
-            programs = [functools.partial(PROGRAMS[name], call, number) for number in range(entry.prepared.programs)]
-            if not name.startswith("push_"):  # of a direct kernel there always is room for all
-                # what leaves nothing beside itself takes the place of a GEMM, whatever it is
-                large = name == "gemm_kernel" or self.registers > BESIDE_REGISTERS
-                programs = [functools.partial(on_an_sm, self.sms, large, each) for each in programs]
-            self.enqueue(entry.stream, name, *programs)
+            self._ask(entry, entry.prepared.name)
         elif isinstance(entry, Copied):
-            self.enqueue(entry.stream, "copy", functools.partial(copied, entry))
+            self._ask(entry, "copy")
         elif isinstance(entry, Waited):
             self.enqueue(entry.stream, "wait", functools.partial(waited, entry))
         else:
             assert isinstance(entry, Wrote)
             self.enqueue(entry.stream, "write", functools.partial(wrote, entry))
+
+    def _ask(self, entry: Launched | Copied, name: str) -> None:
+        node = Node(name, self.rank, entry.stream, [], self._programs(entry), self.epoch, entry=entry)
+        self._work_of(entry.stream).add(node)
+
+    def _programs(self, entry: Any) -> Sequence[Program]:
+        if isinstance(entry, Copied):
+            return [functools.partial(copied, entry)]
+        name, call = entry.prepared.name, Call(entry)
+        programs = [functools.partial(PROGRAMS[name], call, number) for number in range(entry.prepared.programs)]
+        if name.startswith("push_"):  # of a direct kernel there always is room for all
+            return programs
+        # what leaves nothing beside itself takes the place of a GEMM, whatever it is
+        large = name == "gemm_kernel" or self.registers > BESIDE_REGISTERS
+        return [functools.partial(on_an_sm, self.sms, large, each) for each in programs]
 
     def _wait(self, entry: Awaited) -> None:
         here = self._work_of(entry.stream)
@@ -282,21 +304,12 @@ class Rank(Machine):
                 self.problems.append("a stream waits for an event of another graph")
 
     # --- graphs
-    def record(self, enqueue: Enqueue, cublas: bool, urgent: bool, small: Sequence[Tensor]) -> Any:
-        def captured(made: Callable[[int], None]) -> Any:
-            with self.captured(GRAPH) as work:
-                made(GRAPH)
-            graph: Any = Graph(self, self.log)
-            graph.work = work
-            return graph
-
-        before = self.log, self.current_stream
-        self.log, self.current_stream = [], GRAPH
-        try:
-            rooms = [self.room(size) for size in rooms_for(small)]
-            return on_places(enqueue, small, rooms, captured)
-        finally:
-            self.log, self.current_stream = before
+    def capture_plan(self, device: torch.device, urgent: bool, enqueue: Callable[[int], None]) -> Graph:
+        """What replaces `edited.capture`."""
+        with self.captured(GRAPH) as work:
+            enqueue(GRAPH)
+        self.graphs.append(Graph(self, work))  # type: ignore[arg-type]
+        return self.graphs[-1]  # type: ignore[return-value]
 
     @contextlib.contextmanager
     def captured(self, stream: int) -> Iterator[Work]:
@@ -309,22 +322,21 @@ class Rank(Machine):
         if not work.joined(stream):
             self.problems.append("a graph is not joined")
 
-    def launch(self, graph: Work, stream: int, executable: Executable) -> None:
+    def launch(self, graph: Graph, stream: int, addresses: Sequence[int]) -> None:
         """Enqueue all of a graph, made anew."""
-        start = [*self.work.tails.get(stream, []), *executable.last]
+        start = [*self.work.tails.get(stream, []), *graph.last]
         made: dict[Node, Node] = {}
-        for node in graph.nodes:
+        for node in graph.work.nodes:
             after = [made[other] for other in node.after] or start
             if node.event is not None:
                 after = [*after, *self._last_recorded.get(node.event, (None, []))[1]]
-            programs = [
-                functools.partial(copied, executable.from_now(*program.args)) if is_copy(program) else program
-                for program in node.programs
-            ]
+            programs = node.programs
+            if node.entry is not None:
+                programs = self._programs(edited_entry(node.entry, addresses))
             made[node] = Node(f"{node.name} of a graph", self.rank, node.stream, after, programs, self.epoch)
         end = Node("end of a graph", self.rank, stream, [*made.values()] or start, epoch=self.epoch)
         self.work.nodes += [*made.values(), end]
-        self.work.tails[stream] = executable.last = [end]
+        self.work.tails[stream] = graph.last = [end]
 
     # --- memory
     def empty(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> Tensor:
@@ -341,10 +353,6 @@ class Rank(Machine):
 
         self.enqueue(self.current_stream, "poison", steps)
         return tensor.view(dtype).as_strided(shape, strides)
-
-    def room(self, size: int) -> Tensor:
-        """Memory of a recorder's, for the place of a small operand."""
-        return torch.from_numpy(self.arena.take(self.current_stream, self.capturing, size=size))[:size]
 
     def new_tensors(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
         return lambda: self.empty(shape, dtype)
@@ -368,7 +376,9 @@ class Rank(Machine):
 
     # --- cuBLAS and NCCL
     def matmul(self, *operands: Any, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
-        assert out is not None
+        a, b, *_, scaling = operands
+        dtype = a.dtype if scaling is None else scaling.out_dtype
+        out = self.empty((a.shape[0], b.shape[1]), dtype) if out is None else out
         places = tree_map_only(Tensor, Place.of, [out, *operands])
 
         def steps() -> Steps:
@@ -439,10 +449,6 @@ def on_an_sm(sms: Sequence[Processor], large: bool, program: Program) -> Steps:
     setattr(place, kind, getattr(place, kind) - 1)
 
 
-def is_copy(program: Any) -> bool:
-    return getattr(program, "func", None) is copied
-
-
 def copied(entry: Copied) -> Steps:
     """By halves; a word at once."""
     if entry.size == 4:
@@ -474,15 +480,13 @@ def rank_of(
     made = functools.partial(Rank, shared=shared)
     with small, cuda_stubs.machine(number, world, made=made, **options) as here, contextlib.ExitStack() as stack:
         replaced: dict[Any, dict[str, Any]] = {
-            driver: {"Executable": Executable},
+            edited: {"capture": here.capture_plan},
             gather: {"new_tensors": here.new_tensors},
             gather_transports: {"new_tensors": here.new_tensors},
             scatter: {"new_tensors": here.new_tensors},
             memory: {"_GRANULE": GRANULE},
             select: {"fused_tiles": lambda *_: tiles, "chunks_for": lambda *_: chunks},
             collectives: {"gather_into": here.gather_into},
-            collectives._WithoutMatmul: {"patience": 1},
-            direct: {"OF_ONE_KERNEL": 1},
             moves: {"register_wait": lambda result, wait: here.waits.append(wait)},
             Tensor: {"record_stream": lambda tensor, stream: here.record_stream(tensor, stream)},
         }

@@ -152,9 +152,9 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
     "invalid values": (
         CPU,
         env(ASYNCTP_TIMEOUT_S="0", ASYNCTP_CPU_IMPLEMENTATION="x", ASYNCTP_CUDA_IMPLEMENTATION="y",
-            ASYNCTP_TUNING_TABLE="", ASYNCTP_RECORDED_CALLS="-1"),
+            ASYNCTP_TUNING_TABLE=""),
         ["fail ASYNCTP_TIMEOUT_S", "fail ASYNCTP_CPU_IMPLEMENTATION", "fail ASYNCTP_CUDA_IMPLEMENTATION",
-         "fail ASYNCTP_TUNING_TABLE", "fail ASYNCTP_RECORDED_CALLS"],
+         "fail ASYNCTP_TUNING_TABLE"],
         FAILED + "ASYNCTP_TIMEOUT_S: '0' is not valid",
     ),
     "valid values": (
@@ -164,14 +164,9 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
     ),
     "variables of CUDA and torch": (
         GPU,
-        {"forgetful_allocator": "max_split_size_mb",
-         **env(CUDA_DEVICE_MAX_CONNECTIONS="1", CUDA_VISIBLE_DEVICES="0,1,2,3")},
-        ["warn allocator"], OVERLAPPED,
+        env(CUDA_DEVICE_MAX_CONNECTIONS="1", CUDA_VISIBLE_DEVICES="0,1,2,3"),
+        [], OVERLAPPED,
     ),
-    "an allocator that forgets, and nothing to record": (
-        GPU, {"forgetful_allocator": "max_split_size_mb", **env(ASYNCTP_RECORDED_CALLS="0")}, [], OVERLAPPED,
-    ),
-    "an allocator that forgets, without GPUs": (CPU, {"forgetful_allocator": "max_split_size_mb"}, [], CPU_ONLY),
     "broken table": (
         GPU, {"table_gpus": None, "table_error": "line 1"}, ["fail tuning table"], FAILED + "tuning table: tuning.json",
     ),

@@ -123,6 +123,11 @@ class GatherFacts:
         return layout.rows == 0 or layout.cols == 0 or not self.bs or any(b.shape[1] == 0 for b in self.bs)
 
     @property
+    def is_dense(self) -> bool:
+        """All operands but Bs are contiguous."""
+        return _are_dense([self.a_shard, self.a_scale, self.along_shard, *self.b_scales, *self.biases])
+
+    @property
     def recipes(self) -> list[Recipe | None]:
         """Blocks that the scales of each matmul are of; empty where there are no scales."""
         if self.a_scale is None:
@@ -130,6 +135,10 @@ class GatherFacts:
         rows = self.layout.rows if self.gather_a_scale else self.layout.full_rows
         pairs = zip(self.bs, self.b_scales, strict=True)
         return [block_recipe(rows, b, self.a_scale, b_scale) for b, b_scale in pairs]
+
+
+def _are_dense(tensors: Sequence[Tensor | None]) -> bool:
+    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)
 
 
 class Times(NamedTuple):
@@ -245,6 +254,11 @@ class ReduceFacts:
     def is_empty(self) -> bool:
         """Nothing is multiplied."""
         return self.rows == 0 or any(0 in b.shape for b in self.b_parts)
+
+    @property
+    def is_dense(self) -> bool:
+        """All operands but Bs are contiguous."""
+        return _are_dense([*self.a_parts, *self.a_scales, *self.b_scales, *self.biases, self.added])
 
     @property
     def recipes(self) -> list[Recipe | None]:

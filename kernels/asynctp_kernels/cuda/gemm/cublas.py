@@ -205,7 +205,11 @@ def _matching(a_scale: Tensor, b_scale: Tensor, m: int, n: int) -> tuple[Tensor,
     """
     if a_scale.numel() == 1 and b_scale.numel() == 1:
         return a_scale.reshape(()), b_scale.reshape(())
-    return aligned(a_scale.reshape(-1, 1).expand(m, 1)), aligned(b_scale.reshape(1, -1).expand(1, n))
+    if a_scale.shape != (m, 1):  # a view takes the host most of a microsecond, also one that changes nothing
+        a_scale = a_scale.reshape(-1, 1).expand(m, 1)
+    if b_scale.shape != (1, n):
+        b_scale = b_scale.reshape(1, -1).expand(1, n)
+    return aligned(a_scale), aligned(b_scale)
 
 
 def scaled_matmul_supported(

@@ -131,7 +131,8 @@ class BulkScatter(PushedScatter):
         memory, stream = self.memory, driver.current_stream(self.device_index)
         whole = aligned(whole)
         out = self.new_output()
-        done = memory.fly(stream, self, _of_a_sum(whole, out), self.shares)
+        call = ScatterTensors((), (), (), (), (), None, whole, out, [])
+        done = memory.fly(stream, self, call, self.shares)
         return Bulk(out, whole, stream, done)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
@@ -154,25 +155,14 @@ class PushedTotal(BulkScatter):
         self.graph = new_graph()
 
 
-def _of_a_sum(whole: Tensor, out: Tensor) -> ScatterTensors:
-    """The memory of a call that reduces a tensor, which is there instead of a matmul's result."""
-    return ScatterTensors((), (), (), (), (), None, whole, out, [])
-
-
 class _WithoutMatmul(WholeScatter):
     """A plan of one kernel, for a tensor that is there instead of a matmul's result."""
 
     def reduce(self, whole: Tensor) -> Tensor:
         """Enqueue everything, and let the stream wait for it; `whole` stays as it is."""
-        whole, out = aligned(whole), self.new_output()
-        self.make(driver.current_stream(self.device_index), _of_a_sum(whole, out))
-        return out
-
-    def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
-        return call
-
-    def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        self.move(stream, call)
+        call = ScatterTensors((), (), (), (), (), None, aligned(whole), self.new_output(), [])
+        self.make(driver.current_stream(self.device_index), call)
+        return call.out
 
 
 class DirectSum(_WithoutMatmul, DirectScatter):

@@ -37,7 +37,7 @@ from asynctp_kernels.cuda.runtime.script import Await, Step
 
 #: Its gathers that return A stage first, and wait for the slowest rank where "fused" already multiplies its own rows.
 #: A benchmark, whose ranks come together, does not show that. Where other groups' kernels run beside it, cuBLAS range
-#: by range takes 2 to 54 % more time than "fused" in shares. Source of that: `docs/results/2026-11-28-h200x4/beside.jsonl`
+#: by range takes 2 to 54 % more time than "fused" in shares: `docs/results/2026-11-28-h200x4/beside.jsonl`
 AHEAD = Ahead("fused", alone=0.01, beside=0.05)
 
 
@@ -118,7 +118,8 @@ class DecomposedScatter(PushedScatter):
             for block in range(outer):
                 part = block * world + dst
                 rows, factors = ([parts[part] for parts in of_ranges] for of_ranges in (operands, scales))
-                self.add_up(call, rows, factors, added[part], places[dst, block])
+                matmuls = (rows, call.b_parts, factors, call.b_scales, call.biases, added[part])
+                self.add_up(matmuls, places[dst, block], *call.extras)
                 driver.record_event(memory.event(dst, block), stream)
         self.push_and_reduce(memory.stream, call.staging, call.out, memory.event(memory.rank, outer - 1))
         self.finish(stream)
@@ -151,8 +152,8 @@ class DecomposedAllReduce(DecomposedScatter):
         rows = slice(first, end)
         scales = [_of_rows(scale, call.staging.shape[0], first, end) for scale in call.a_scales]
         added = None if call.added is None else call.added[rows]
-        of_rows = call._replace(extras=[extra[: end - first] for extra in call.extras])
-        self.add_up(of_rows, [a[rows] for a in call.a_parts], scales, added, call.staging[rows])
+        matmuls = ([a[rows] for a in call.a_parts], call.b_parts, scales, call.b_scales, call.biases, added)
+        self.add_up(matmuls, call.staging[rows], *[extra[: end - first] for extra in call.extras])
 
 
 def _of_rows(scale: Tensor, count: int, first: int, end: int) -> Tensor:

@@ -82,7 +82,7 @@ class DirectGather(WholeGather):
         self.launch = prepare(push_gather_kernel, programs, args, constants, WARPS)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
 
-    def move(self, stream: int, call: GatherTensors) -> None:
+    def enqueue(self, stream: int, call: GatherTensors) -> None:
         dummy = self.memory.dummy
         own, whole = (dummy if tensor is None else tensor for tensor in (call.row_numbers, call.all_row_numbers))
         assert call.full is not None
@@ -124,7 +124,7 @@ class DirectScatter(WholeScatter):
         self.launch = prepare(push_reduce_kernel, programs, args, constants, WARPS)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
 
-    def move(self, stream: int, call: ScatterTensors) -> None:
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
         self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])
 
 
@@ -168,5 +168,5 @@ class DirectAllReduce(WholeScatter):
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
         self.new_output = self.new_staging
 
-    def move(self, stream: int, call: ScatterTensors) -> None:
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
         self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])

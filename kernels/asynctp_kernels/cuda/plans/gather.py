@@ -28,7 +28,7 @@ from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.cublas import matmul
 from asynctp_kernels.cuda.plans.gather_tensors import GatherOperands, GatherTensors
 from asynctp_kernels.cuda.runtime.edited import PlanGraph
-from asynctp_kernels.cuda.runtime.launch import aligned
+from asynctp_kernels.cuda.runtime.launch import aligned, misaligned
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.torch_private import new_tensors
@@ -38,7 +38,7 @@ class GatherPlan(Implementation):
     """One call, prepared. `run` gives the matmuls, then the gathered A if asked for, then the gathered `along_shard`.
 
     uses_memory: calls take their turn in the group's memory. graph: of a plan whose calls PyTorch has no part in.
-    has_full, has_numbers: the call makes memory for the gathered A, and numbers.
+    fills_outs, has_full, has_numbers: the call makes memory for its matmuls, the gathered A, and numbers.
     waits_for_in_flight: it has to come after what is in flight, because its matmuls wait for kernels that then would
     find no room beside them. reads_landed: it reads words of chunks, which a gather in flight reads too, so it has to
     come after that.
@@ -46,12 +46,13 @@ class GatherPlan(Implementation):
 
     uses_memory = True
     graph: PlanGraph | None = None
+    fills_outs = True
     waits_for_in_flight = False
     reads_landed = False
 
     def __init__(self, call: GatherFacts, memory: GroupMemory, gathers_all: bool) -> None:
         """gathers_all: A call gathers all of A, and all numbers that travel, whether they are returned or not."""
-        self.memory, self.layout, self.outer = memory, call.layout, call.outer
+        self.memory, self.layout, self.outer, self.is_dense = memory, call.layout, call.outer, call.is_dense
         self.scaling, self.out_dtype = call.scaling, call.matmul_dtype
         self.return_a_full, self.scale_travels = call.return_a_full, call.gather_a_scale
         self.has_full = self.return_a_full or gathers_all
@@ -75,7 +76,7 @@ class GatherPlan(Implementation):
         a_shard, a_scale, bs, b_scales, biases, along_shard = operands
         row_numbers = a_scale if self.scale_travels else along_shard
         all_row_numbers = self.new_numbers() if self.has_numbers else None
-        outs = [new() for new in self.new_outs]
+        outs = [new() for new in self.new_outs] if self.fills_outs else []
         full = self.new_full() if self.has_full else None
         every = (a_shard, a_scale, bs, b_scales, biases, row_numbers, outs, full, all_row_numbers)
         return tuple.__new__(GatherTensors, every)  # as C makes it
@@ -117,29 +118,40 @@ class GatherPlan(Implementation):
 
     def make(self, stream: int, call: GatherTensors) -> None:
         """Make the call, in its turn."""
-        call = self.with_kernel_layout(call)
-        self.memory.call(stream, self, call, self.waits_for_in_flight, self.reads_landed)
+        addresses = call.addresses()
+        if not self.is_dense or misaligned(addresses):
+            call = self.with_kernel_layout(call)
+            addresses = call.addresses()
+        self.memory.call(stream, self, call, addresses, self.waits_for_in_flight, self.reads_landed)
 
-    def multiply(self, call: GatherTensors, a: Tensor, a_scale: Tensor | None, places: Sequence[Tensor]) -> None:
-        """`a` by every B, each into its place, on cuBLAS."""
-        for i, (b, place) in enumerate(zip(call.bs, places, strict=True)):
-            b_scale = call.b_scales[i] if call.b_scales else None
-            matmul(a, b, call.biases[i], a_scale, b_scale, self.scaling, out=place)
+    def multiply(
+        self, call: GatherTensors, a: Tensor, a_scale: Tensor | None, places: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """`a` by every B, each into its place if it has one, on cuBLAS."""
+        b_scales: Sequence[Tensor | None] = call.b_scales or [None] * len(places)
+        operands = zip(call.bs, call.biases, b_scales, places, strict=True)
+        return [matmul(a, b, bias, a_scale, b_scale, self.scaling, out=place) for b, bias, b_scale, place in operands]
 
 
 class WholeGather(GatherPlan):
-    """An all-gather, then cuBLAS on the whole: nothing overlaps."""
+    """An all-gather, which `enqueue` makes, then cuBLAS on the whole: nothing overlaps.
+
+    The matmuls are outside of the call's turn: they are PyTorch's, as the program's own.
+    """
+
+    fills_outs = False
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory, gathers_all=True)
+        self.no_places = [None] * len(self.widths)
+        self.out_shapes = [(*self.layout.full_shape[:-1], width) for width in self.widths]
+        self.is_flat = len(self.layout.full_shape) == 2
 
-    def move(self, stream: int, call: GatherTensors) -> None:
-        """Gather the shards, and the numbers if any travel."""
-        raise NotImplementedError
-
-    def enqueue(self, stream: int, call: GatherTensors) -> None:
-        self.move(stream, call)
+    def results(self, call: GatherTensors) -> list[Tensor]:
         assert call.full is not None
         row_scale = call.all_row_numbers if self.scale_travels else call.a_scale
-        rows = call.full.view(self.layout.full_rows, self.layout.full_cols)
-        self.multiply(call, rows, row_scale, [out.view(-1, out.shape[-1]) for out in call.outs])
+        rows = call.full if self.is_flat else call.full.view(self.layout.full_rows, self.layout.full_cols)
+        outs = self.multiply(call, rows, row_scale, self.no_places)
+        if not self.is_flat:
+            outs = [out.view(shape) for out, shape in zip(outs, self.out_shapes, strict=True)]
+        return super().results(call._replace(outs=outs))

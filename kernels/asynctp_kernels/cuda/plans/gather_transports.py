@@ -196,7 +196,6 @@ class GatherPush(GatherTransport):
         driver.record_event(memory.end, memory.stream)
         if call.full is not None:
             driver.wait_event(memory.reducer, memory.start)
-            memory.after_flights(memory.reducer)
             self.keep(memory.reducer, call)
             driver.record_event(memory.reduced, memory.reducer)
 

@@ -37,7 +37,7 @@ from asynctp_kernels.cuda.gemm.copy_kernels import reduce_kernel
 from asynctp_kernels.cuda.gemm.cublas import matmul, multiply
 from asynctp_kernels.cuda.plans.scatter_tensors import Operands, ScatterTensors
 from asynctp_kernels.cuda.runtime.edited import PlanGraph
-from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS, BESIDE_WARPS, grid, prepare
+from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS, BESIDE_WARPS, grid, misaligned, prepare
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN, GroupMemory
 from asynctp_kernels.cuda.runtime.script import (
@@ -70,6 +70,7 @@ class ScatterPlan(Implementation):
     def __init__(self, call: ReduceFacts, memory: GroupMemory, layout: ShardLayout | None = None) -> None:
         """layout: Of what is sent, if it is not the call's."""
         self.memory, self.layout = memory, call.layout if layout is None else layout
+        self.is_dense = call.is_dense
         self.outer = self.layout.outer
         self.scaling, self.wire_dtype, self.out_dtype = call.scaling, call.wire_dtype, call.wire_dtype
         self.matmul_dtype, self.count = call.matmul_dtype, len(call.b_parts)
@@ -97,29 +98,33 @@ class ScatterPlan(Implementation):
         """Where matmuls are made that are apart, one after the other."""
         return [self.new_extra()] if self.is_apart(self.count - 1) else []
 
-    def add_up(
-        self,
-        call: ScatterTensors,
-        a_parts: Sequence[Tensor],
-        a_scales: Sequence[Tensor],
-        added: Tensor | None,
-        place: Tensor,
-    ) -> None:
-        """The sum of the matmuls of these rows, and of what is added to them, into `place`."""
+    def add_up(self, operands: Operands, place: Tensor | None = None, extra: Tensor | None = None) -> Tensor:
+        """The sum of matmuls, and of what is added to them; As are matrices.
+
+        place, extra: for the sum, and for a matmul apart; made if not given.
+        """
+        a_parts, b_parts, a_scales, b_scales, biases, added = operands
+        total = place
         for i, a in enumerate(a_parts):
-            out = call.extras[0] if self.is_apart(i) else place
-            a_scale, b_scale = (a_scales[i], call.b_scales[i]) if a_scales else (None, None)
+            apart = self.is_apart(i)
+            out = extra if apart else place
+            a_scale, b_scale = (a_scales[i], b_scales[i]) if a_scales else (None, None)
             # that is done as it is added, or converted, unless the program's matmul in float16 may become too large
-            at_once = out is place or place.dtype == torch.float16
+            at_once = not apart or self.wire_dtype == torch.float16
             now, then = (self.times.matmuls[i], 1.0) if at_once else (1.0, self.times.matmuls[i])
-            matmul(a, call.b_parts[i], call.biases[i], a_scale, b_scale, self.scaling, out=out, factor=now)
-            if i:
-                place.add_(out, alpha=then)
-            elif out is not place:
-                multiply(place.copy_(out), then)
+            made = matmul(a, b_parts[i], biases[i], a_scale, b_scale, self.scaling, out=out, factor=now)
+            if i and total is not None:
+                total.add_(made, alpha=then)
+            elif apart:
+                total = made.to(self.wire_dtype) if total is None else total.copy_(made)
+                multiply(total, then)
+            else:
+                total = made
+        assert total is not None
         if added is not None:
-            place.add_(added, alpha=self.times.added)
-        multiply(place, self.times.whole)
+            total.add_(added, alpha=self.times.added)
+        multiply(total, self.times.whole)
+        return total
 
     def tensors(self, operands: Operands) -> ScatterTensors:
         """The operands as they come, and new memory for what a call makes."""
@@ -153,7 +158,11 @@ class ScatterPlan(Implementation):
 
     def make(self, stream: int, call: ScatterTensors) -> None:
         """Make the call, in its turn."""
-        self.memory.call(stream, self, self.with_kernel_layout(call))
+        addresses = call.addresses()
+        if not self.is_dense or misaligned(addresses):
+            call = self.with_kernel_layout(call)
+            addresses = call.addresses()
+        self.memory.call(stream, self, call, addresses)
 
 
 class PushedScatter(ScatterPlan):
@@ -232,12 +241,14 @@ class PushedScatter(ScatterPlan):
         self.reduce = prepare(reduce_kernel, programs, args, constants, warps, num_stages=1, maxnreg=BESIDE_REGISTERS)
 
     def push_and_reduce(self, side: int, staging: Tensor, out: Tensor, ready: int) -> None:
-        """Enqueue all pushes on `side`, and the reduction, on a stream of its own, after the event `ready`."""
+        """Enqueue all pushes on `side`, and the reduction, on a stream of its own, after the event `ready`.
+
+        In a graph `ready` is one of `side`, which comes behind what is in flight.
+        """
         memory = self.memory
         base, own = staging.data_ptr(), memory.rank * self.part_bytes
         self.play(side, (0, base, 0))
         driver.wait_event(memory.reducer, ready)
-        memory.after_flights(memory.reducer)
         if self.streams_wait:
             self.await_parts(memory.reducer, ())
         self.reduce(
@@ -267,20 +278,20 @@ class PushedScatter(ScatterPlan):
 
 
 class WholeScatter(ScatterPlan):
-    """cuBLAS on the whole, then a reduce-scatter: nothing overlaps."""
+    """cuBLAS on the whole, then a reduce-scatter, which `enqueue` makes: nothing overlaps.
+
+    The matmuls are outside of the call's turn: they are PyTorch's, as the program's own.
+    """
 
     def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory)
-        self.staging_shape = self.extra_shape = (call.rows, call.b_parts[0].shape[1])
+        self.staging_shape = (call.rows, call.b_parts[0].shape[1])
 
-    def move(self, stream: int, call: ScatterTensors) -> None:
-        """Fill the result with this rank's part of the sum of all ranks' sums of matmuls."""
-        raise NotImplementedError
-
-    def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
-        return super().with_kernel_layout(call)._replace(a_parts=[a.reshape(-1, a.shape[-1]) for a in call.a_parts])
-
-    def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        added = None if call.added is None else call.added.view(call.staging.shape)
-        self.add_up(call, call.a_parts, call.a_scales, added, call.staging)
-        self.move(stream, call)
+    def tensors(self, operands: Operands) -> ScatterTensors:
+        """The memory of the reduction, whose operand is the sum of the matmuls."""
+        a_parts, b_parts, a_scales, b_scales, biases, added = operands
+        rows = [a if a.ndim == 2 else a.reshape(-1, a.shape[-1]) for a in a_parts]
+        added = None if added is None else added.reshape(self.staging_shape)
+        staging = self.add_up((rows, b_parts, a_scales, b_scales, biases, added))
+        out = staging if self.in_place else self.new_output()
+        return ScatterTensors((), (), (), (), (), None, staging, out, [])

@@ -36,10 +36,10 @@ class SequentialGather(WholeGather):
         return cls(call, memory) if able else SequentialProgram()
 
     def make(self, stream: int, call: GatherTensors) -> None:
-        """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
+        """Neither the group's memory nor its order of calls matters, and NCCL's calls have no graph."""
         self.enqueue(stream, self.with_kernel_layout(call))
 
-    def move(self, stream: int, call: GatherTensors) -> None:
+    def enqueue(self, stream: int, call: GatherTensors) -> None:
         assert call.full is not None
         gather_into(call.full, call.shard, self.memory.group)
         if call.row_numbers is not None and call.all_row_numbers is not None:
@@ -64,8 +64,8 @@ class SequentialScatter(WholeScatter):
         self.reduce_op, self.wire_dtype = call.reduce_op, self.out_dtype  # NCCL adds in what it moves
 
     def make(self, stream: int, call: ScatterTensors) -> None:
-        """Neither the group's memory nor its order of calls matters, and NCCL's calls are not recorded."""
+        """Neither the group's memory nor its order of calls matters, and NCCL's calls have no graph."""
         self.enqueue(stream, self.with_kernel_layout(call))
 
-    def move(self, stream: int, call: ScatterTensors) -> None:
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
         scatter_into(call.out, call.staging, self.reduce_op, self.memory.group)

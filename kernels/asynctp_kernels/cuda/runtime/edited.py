@@ -15,10 +15,10 @@ What makes that as sound as to enqueue:
   set, which need not be what is there now. PyTorch's allocator may have given it back meanwhile, and got other memory
   at the same place. (Launched then, a copy from another GPU was an "unspecified launch failure" on 2 x H200, CUDA 13.0,
   2026-11-22.) Kernels know addresses only.
-- *Order.* The copy stream and the reducer are branches of the graph, not those streams. Both wait for what the group
-  has in flight on the streams (`GroupMemory.after_flights`), by an event that each launch looks up anew. All else that
-  orders calls is outside of the graph. An edit counts for later launches only, and launches of one graph follow each
-  other.
+- *Order.* The copy stream and the reducer are branches of the graph, not those streams. The copy stream's waits for
+  what the group has in flight (`GroupMemory.fork`), by an event that each launch looks up anew. The reducer's comes
+  after that, or after gathers in flight (`land_gathers`). All else that orders calls is outside of the graph. An edit
+  counts for later launches only, and launches of one graph follow each other.
 - *Memory* is the program's: a call makes its results, and copies of operands that lie as no kernel reads them, before
   its launch. The graph has none, and keeps none alive.
 
@@ -267,9 +267,8 @@ class PlanGraph:
         self._calls, self._refused = 0, False
         self._graph: EditableGraph | None = None
 
-    def run(self, stream: int, plan: Any, call: Tensors) -> None:
-        """Make a call on a stream, in its turn: launch the graph, or have the plan enqueue."""
-        addresses = call.addresses()
+    def run(self, stream: int, plan: Any, call: Tensors, addresses: tuple[int, ...]) -> None:
+        """Make a call on a stream, in its turn: launch the graph, or have the plan enqueue. addresses: The call's."""
         if self._graph is None:
             self._calls += 1
             if self._calls == 1 or self._refused or not self._make(stream, plan, call, addresses):

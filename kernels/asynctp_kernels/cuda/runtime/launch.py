@@ -6,6 +6,8 @@ only, so `prepare` compiles once and keeps `CompiledKernel[grid]`, Triton's own 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +154,11 @@ def leaves_room(gemm: Launch) -> bool:
 def align(size: int, unit: int = 256) -> int:
     """`size` in bytes rounded up, so that what follows it is aligned for every dtype and for wide loads."""
     return -(-size // unit) * unit
+
+
+def misaligned(addresses: Sequence[int]) -> int:
+    """Whether one of these is no multiple of 16."""
+    return functools.reduce(operator.or_, addresses) % 16
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

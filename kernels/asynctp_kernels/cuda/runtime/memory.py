@@ -210,15 +210,11 @@ class GroupMemory:
 
     # --- order of calls ----------------------------------------------------------------------------------
     def fork(self, stream: int) -> None:
-        """Let the copy stream go on after what `stream` has done so far."""
+        """Let the copy stream go on after what `stream` has done so far, and, in a graph, after what is in flight."""
         driver.record_event(self.start, stream)
         driver.wait_event(self.stream, self.start)
-        self.after_flights(self.stream)
-
-    def after_flights(self, side: int) -> None:
-        """`side`, the copy stream or the reducer, goes on after what is in flight there: in a plan's graph too."""
-        if self.in_graph:
-            driver.wait_event_at_launch(side, self.flown)
+        if self.in_graph:  # else that is on the copy stream itself
+            driver.wait_event_at_launch(self.stream, self.flown)
 
     def begin(self, stream: int) -> None:
         """This call starts after the device's last one, should that have run on another stream.
@@ -281,12 +277,21 @@ class GroupMemory:
         if capture == self.capture:
             driver.wait_event(stream, landed)
 
-    def call(self, stream: int, plan: Any, call: Any, land: bool = False, land_gathers: bool = False) -> None:
+    def call(
+        self,
+        stream: int,
+        plan: Any,
+        call: Any,
+        addresses: tuple[int, ...],
+        land: bool = False,
+        land_gathers: bool = False,
+    ) -> None:
         """Make a call that `stream` waits for.
 
         Args:
             stream: Where it is made.
             plan, call: What it does: `plan.enqueue(stream, call)`, or a launch of `plan.graph`.
+            addresses: Of the call's tensors.
             land: The call comes after everything that this group has in flight.
             land_gathers: The call comes after the gathers that this group has in flight.
         """
@@ -296,7 +301,7 @@ class GroupMemory:
                 self.land(stream)
             elif land_gathers:
                 self.land_gathers(stream)
-            self.run(stream, plan, call)
+            self.run(stream, plan, call, addresses)
             self.ended(stream)
 
     def fly(self, stream: int, plan: Any, call: Any, gathers: bool = False) -> int:
@@ -304,15 +309,15 @@ class GroupMemory:
         with self.turn:
             self.begin(stream)
             self.fork(stream)
-            self.run(self.stream, plan, call)
+            self.run(self.stream, plan, call, call.addresses())
             return self.in_flight(stream, gathers)
 
-    def run(self, stream: int, plan: Any, call: Any) -> None:
+    def run(self, stream: int, plan: Any, call: Any, addresses: tuple[int, ...]) -> None:
         """Make a call, in its turn: in a capture of the program's, and where a plan has no graph, it is enqueued."""
         if self.capture or plan.graph is None:
             plan.enqueue(stream, call)
         else:
-            plan.graph.run(stream, plan, call)
+            plan.graph.run(stream, plan, call, addresses)
 
     def event(self, rank: int, chunk: int) -> int:
         """The event about a chunk of `rank`'s rows: it has been pulled, or is ready to be pushed."""
