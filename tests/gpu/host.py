@@ -4,7 +4,7 @@
 
 Microseconds of a call as a program makes it: among others of its kind, and the first one after a wait of the host for
 the GPU, when nothing of all that is in the caches of the CPU. One JSON line a kind of call, from rank 0; first cuBLAS
-alone, and NCCL with it or alone. An eager call is one of the op, with all that PyTorch does for it; generated code
+alone, and NCCL's calls and waits in groups of one rank. An eager call is one of the op, with all that PyTorch does for it; generated code
 (`asynctp_passes.ops.call_sites`) calls what is bound to the call's plan. Rows of both, and of cuBLAS in the same run:
 
     known        all tensors where they were before
@@ -16,12 +16,11 @@ alone, and NCCL with it or alone. An eager call is one of the op, with all that 
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from torch import Tensor
 import asynctp_passes.ops.collectives  # noqa: F401  (registers the ops)
 from asynctp_passes.ops.call_sites import CallSite
 
-ROUNDS, CALLS, FIRST = 8, 48, 8
+ROUNDS, CALLS, FIRST = 4, 48, 8
 NEW_ROUNDS, NEW_CALLS, COLD_CALLS = 4, 24, 24
 M, K, N = 1024, 512, 512
 Operands = tuple[Any, list[Tensor]]
@@ -117,43 +116,56 @@ def by_addresses(make: Callable[[Any, Any], Any], operands: Operands) -> Iterato
     yield "cold", quantiles(cold)
 
 
-def generated(op: str, tensors: Sequence[str], **constants: Any) -> CallSite:
-    """What the code that Inductor generates calls in place of the op."""
-    return CallSite(op, {**constants, "group_name": dist.group.WORLD.group_name}, tuple(tensors))
+@dataclass
+class Made:
+    """A call: its op, the operands, and all else by name. Lists are given as such."""
+
+    op: str
+    a: Any
+    bs: list[Tensor]
+    constants: dict[str, Any]
+    scales: tuple[Any, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        of_gather = ("a_shard", "bs", "biases", "a_scale", "b_scales")
+        names = (
+            of_gather if self.op == "all_gather_matmul" else ("a_parts", "b_parts", "biases", "a_scales", "b_scales")
+        )
+        return names[: 3 + len(self.scales)]
+
+    def ways(self) -> dict[str, Callable[[Any, Any], Any]]:
+        """As the op's call and as that of generated code, of A and the Bs."""
+        op, biases, scales = getattr(torch.ops.asynctp, self.op).default, [None] * len(self.bs), self.scales
+        constants = {**self.constants, "group_name": dist.group.WORLD.group_name}
+        site, names = CallSite(self.op, constants, self.names), self.names
+        return {
+            "op": lambda a, bs: op(**dict(zip(names, (a, bs, biases, *scales), strict=True)), **constants),
+            "generated code": lambda a, bs: site(a, bs, biases, *scales),
+        }
 
 
-def both_ways() -> dict[str, tuple[Operands, dict[str, Callable[[Any, Any], Any]]]]:
-    """Calls with their operands, as the op's and as those of generated code."""
-    ops, world, name = torch.ops.asynctp, dist.get_world_size(), dist.group.WORLD.group_name
+def calls() -> dict[str, Made]:
+    world = dist.get_world_size()
     shard, whole, b = random(M // world, K), random(M, K), random(N, K).t()
-    gather = generated(
-        "all_gather_matmul", ("a_shard", "bs", "biases"), gather_dim=0, return_a_full=False, group_size=world
-    )
-    scatter = generated(
-        "matmul_reduce_scatter", ("a_parts", "b_parts", "biases"), reduce_op="sum", scatter_dim=0, group_size=world
-    )
-    total = generated("matmul_all_reduce", ("a_parts", "b_parts", "biases"), reduce_op="sum")
+    gather = {"gather_dim": 0, "return_a_full": False, "group_size": world}
+    scatter = {"reduce_op": "sum", "scatter_dim": 0, "group_size": world}
+    fp8 = torch.float8_e4m3fn
+    low, wide, of_b = shard.to(fp8), whole.to(fp8), b.t().to(fp8).t()
+    of_shard, of_whole, of_columns = (torch.rand(*shape, device="cuda") for shape in ((M // world, 1), (M, 1), (1, N)))
+    scaled = {"out_dtype": torch.bfloat16, "use_fast_accum": False}
     return {
-        "gather": (
-            (shard, [b]),
-            {
-                "op": lambda a, bs: ops.all_gather_matmul(a, bs, [None], 0, False, world, name),
-                "generated code": lambda a, bs: gather(a, bs, [None]),
-            },
+        "gather": Made("all_gather_matmul", shard, [b], gather),
+        "gather, three matmuls, A returned": Made(
+            "all_gather_matmul", shard, [random(N // 2, K).t() for _ in range(3)], {**gather, "return_a_full": True}
         ),
-        "scatter": (
-            ([whole], [b]),
-            {
-                "op": lambda a, bs: ops.matmul_reduce_scatter(a, bs, [None], "sum", 0, world, name),
-                "generated code": lambda a, bs: scatter(a, bs, [None]),
-            },
+        "scatter": Made("matmul_reduce_scatter", [whole], [b], scatter),
+        "all-reduce of 64 rows": Made("matmul_all_reduce", [whole[:64].clone()], [b], {"reduce_op": "sum"}),
+        "rowwise gather": Made(
+            "all_gather_matmul", low, [of_b], {**gather, "gather_a_scale": True, **scaled}, (of_shard, [of_columns])
         ),
-        "all-reduce of 64 rows": (
-            ([whole[:64].clone()], [b]),
-            {
-                "op": lambda a, bs: ops.matmul_all_reduce(a, bs, [None], "sum", name),
-                "generated code": lambda a, bs: total(a, bs, [None]),
-            },
+        "rowwise scatter": Made(
+            "matmul_reduce_scatter", [wide], [of_b], {**scatter, **scaled}, ([of_whole], [of_columns])
         ),
     }
 
@@ -162,69 +174,33 @@ def random(rows: int, cols: int) -> Tensor:
     return torch.randn(rows, cols, dtype=torch.bfloat16, device="cuda")
 
 
-def scaled(elsewhere: bool) -> dict[str, Callable[[], Any]]:
-    """Calls in rowwise fp8. elsewhere: the scales of each are where those of the last 15 were not."""
-    ops, world, name = torch.ops.asynctp, dist.get_world_size(), dist.group.WORLD.group_name
-    shard, whole, b = (each.to(torch.float8_e4m3fn) for each in (random(M // world, K), random(M, K), random(N, K)))
-    of_shard, of_whole, of_b = (
-        itertools.cycle([torch.rand(*shape, device="cuda") for _ in range(16 if elsewhere else 1)])
-        for shape in ((M // world, 1), (M, 1), (1, N))
-    )
-    gather, scatter = [0, False, world, name], ["sum", 0, world, name]
+def by_nccl() -> dict[str, Callable[[], Any]]:
+    """NCCL's calls and their waits in groups of one rank, which a GPU that ranks share allows."""
+    groups = [dist.new_group([rank], backend="nccl") for rank in range(dist.get_world_size())]
+    name, plain, whole = groups[dist.get_rank()].group_name, torch.ops._c10d_functional, random(M, K)
     return {
-        "rowwise gather": lambda: ops.all_gather_matmul(
-            shard, [b.t()], [None], *gather, next(of_shard), [next(of_b)], True, torch.bfloat16, False
-        ),
-        "rowwise scatter": lambda: ops.matmul_reduce_scatter(
-            [whole], [b.t()], [None], *scatter, [next(of_whole)], [next(of_b)], torch.bfloat16, False
-        ),
+        "all-gather": lambda: plain.wait_tensor(plain.all_gather_into_tensor(whole, 1, name)),
+        "reduce-scatter": lambda: plain.wait_tensor(plain.reduce_scatter_tensor(whole, "sum", 1, name)),
+        "all-reduce": lambda: plain.wait_tensor(plain.all_reduce(whole, "sum", name)),
     }
 
 
 def main() -> None:
     start(300)
-    ops, world, name = torch.ops.asynctp, dist.get_world_size(), dist.group.WORLD.group_name
-    shard, whole, b = random(M // world, K), random(M, K), random(N, K).t()
-    three = [random(N // 2, K).t() for _ in range(3)]
-    calls: dict[str, Callable[[], Any]] = {
-        "gather": lambda: ops.all_gather_matmul(shard, [b], [None], 0, False, world, name),
-        "gather, three products, A returned": lambda: ops.all_gather_matmul(
-            shard, three, [None] * 3, 0, True, world, name
-        ),
-        "scatter": lambda: ops.matmul_reduce_scatter([whole], [b], [None], "sum", 0, world, name),
-    }
-    few, one, plain = whole[:64], torch.randn(64, device="cuda"), torch.ops._c10d_functional
-    reductions: dict[str, Callable[[], Any]] = {
-        "all-reduce of 64 rows": lambda: ops.matmul_all_reduce([few], [b], [None], "sum", name),
-        "maximum of 64 numbers": lambda: ops.all_reduce(one, "max", name),
-    }
-    by_nccl: dict[str, Callable[[], Any]] = {
-        "all-reduce of 64 rows": lambda: plain.wait_tensor(plain.all_reduce_(torch.mm(few, b), "sum", name)),
-        "maximum of 64 numbers": lambda: plain.wait_tensor(plain.all_reduce(one, "max", name)),
-    }
+    world, whole, b = dist.get_world_size(), random(M, K), random(N, K).t()
     gc.disable()
     with torch.no_grad():
-        show({"call": "cuBLAS", "ranks": world, "us": measure(lambda: torch.mm(whole, b))})
         for addresses, us in by_addresses(lambda a, bs: torch.mm(a[0], bs[0]), ([whole], [b])):
             show({"call": "cuBLAS", "addresses": addresses, "ranks": world, "us": us})
-        for implementation in (None, "fused", "decomposed", "direct"):
-            with cuda.forced(implementation) if implementation else contextlib.nullcontext():
-                for call, (operands, ways) in both_ways().items():
-                    for way, make in ways.items():
-                        for addresses, us in by_addresses(make, operands):
-                            facts = {"call": call, "implementation": implementation or "auto", "way": way}
-                            show({**facts, "addresses": addresses, "ranks": world, "us": us})
-        for implementation in ("fused", "decomposed", "direct"):
+        for call, function in by_nccl().items():
+            show({"call": f"{call} of one rank", "implementation": "NCCL", "ranks": world, "us": measure(function)})
+        for implementation in ("fused", "direct", "decomposed"):
             with cuda.forced(implementation):
-                for call, function in calls.items():
-                    show({"call": call, "implementation": implementation, "ranks": world, "us": measure(function)})
-                for way in ("scales where they were", "scales elsewhere"):
-                    for call, function in scaled(way == "scales elsewhere").items():
-                        facts = {"call": f"{call}, {way}", "implementation": implementation, "ranks": world}
-                        show({**facts, "us": measure(function)})
-        for implementation, functions in (("NCCL", by_nccl), ("direct", reductions), ("NCCL", by_nccl)):
-            for call, function in functions.items():
-                show({"call": call, "implementation": implementation, "ranks": world, "us": measure(function)})
+                for call, made in calls().items():
+                    for way, make in made.ways().items():
+                        for addresses, us in by_addresses(make, (made.a, made.bs)):
+                            facts = {"call": call, "implementation": implementation, "way": way}
+                            show({**facts, "addresses": addresses, "ranks": world, "us": us})
     end()
 
 
