@@ -5,7 +5,7 @@
 Microseconds of a call as a program makes it: among others of its kind, and the first one after a wait of the host for
 the GPU, when nothing of all that is in the caches of the CPU. One JSON line a kind of call, from rank 0; first cuBLAS
 alone, and NCCL's calls and waits in groups of one rank. An eager call is one of the op, with all that PyTorch does for
-it; generated code (`asynctp_passes.ops.call_sites`) calls what is bound to the call's plan. Rows of both, and of cuBLAS:
+it; generated code (`asynctp_passes.ops.call_sites`) calls what is bound to the call's plan. Rows of both and of cuBLAS:
 
     known        all tensors where they were before
     all new      operands and results where no call had them

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.choose.cost import host_time
 from asynctp_kernels.cuda.choose.select import WHOLE, Problem, Rates
 from asynctp_kernels.cuda.choose.wire import (
     TRANSPORTS,
@@ -114,12 +115,22 @@ def test_extremes_of_an_all_reduce(k: int, n: int, device: str, world: int) -> N
 
 def test_an_all_reduce_is_a_scatter_and_what_follows() -> None:
     """Every implementation's estimate is the scatter's, and as many bytes again, by what moves them."""
-    whole, part = (problem(op, 2048, 7168, 4096) for op in ("all_reduce", "scatter"))
+    whole, part = (problem(op, 8192, 7168, 4096) for op in ("all_reduce", "scatter"))
     rest = {name: estimate(whole, name, Rates(), SMS) - estimate(part, name, Rates(), SMS) for name in IMPLEMENTATIONS}
-    again = 2048 * 3 / 4 * 4096 * 2
+    again = 8192 * 3 / 4 * 4096 * 2
     shared = again / Rates().copy + 3 * Rates().between + Rates().launch
     wanted = {"direct": again / Rates().direct, "sequential": again / Rates().nccl}
     assert rest == pytest.approx({**wanted, **dict.fromkeys(OVERLAPPED, shared)}, abs=0.2)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_what_is_enqueued_range_by_range_takes_the_host_so_long(world: int) -> None:
+    """Where GPUs are done sooner, one kernel is chosen."""
+    few, many = (problem("scatter", rows * world, 8192, 4096, world=world) for rows in (128, 8192))
+    host = host_time(few, Rates())
+    assert host_time(many, Rates()) == host == 60 + 50 * world
+    assert estimate(few, "decomposed", Rates(), SMS) == host > estimate(few, "fused", Rates(), SMS)
+    assert estimate(many, "decomposed", Rates(), SMS) > 2 * host
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -149,7 +160,7 @@ SHIPPED = [
     ("gather", 16384, 4096, 7168, "decomposed"),
     ("scatter", 64, 2048, 8192, "direct"),
     ("scatter", 512, 7168, 8192, "direct"),
-    ("scatter", 1024, 7168, 8192, "decomposed"),
+    ("scatter", 16384, 2048, 8192, "decomposed"),
     ("scatter", 8192, 2048, 8192, "fused"),
 ]
 
@@ -296,9 +307,9 @@ def test_problem_key() -> None:
 
 def test_a_gather_that_returns_a_is_another_problem() -> None:
     """It stages first, which only `decomposed` waits for."""
-    a, b = empty(1024, 512), weight(512, 128)
+    a, b = empty(4096, 8192), weight(8192, 1024)
     asked = [cuda.problem_of(call_of("all_gather_matmul", a, [b], [None], 0, full), 4) for full in (False, True)]
-    assert [each.key for each in asked] == ["gather:4:bfloat16:512:128", "gather:4:bfloat16:512:128:full"]
+    assert [each.key for each in asked] == ["gather:4:bfloat16:8192:1024", "gather:4:bfloat16:8192:1024:full"]
     plain, returned = (chosen(each).estimates_us for each in asked)
     assert [name for name in plain if returned[name] > plain[name]] == ["decomposed"]
     assert [name for name in plain if returned[name] < plain[name]] == []

@@ -18,7 +18,7 @@ from typing import Any
 from asynctp_kernels.cuda.choose import tables
 from asynctp_kernels.cuda.choose.cost import Problem as Problem
 from asynctp_kernels.cuda.choose.cost import Rates as Rates
-from asynctp_kernels.cuda.choose.cost import chunks_for, fused_tiles, host_time
+from asynctp_kernels.cuda.choose.cost import chunks_for, fused_tiles
 from asynctp_kernels.cuda.choose.implementation import Choice as Choice
 from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, MAX_CHUNKS
@@ -110,8 +110,7 @@ def choose(
     measured = measured_choice(problem, device_name, table)
     if measured in able:
         ahead = able[measured].ahead
-        for_host = estimates[measured] <= host_time(problem, rates)  # it was not, where it was measured
-        if ahead is None or ahead.of not in able or not (beside or for_host):
+        if not beside or ahead is None or ahead.of not in able:
             return Choice(measured, "measured", estimates, refused, **settings)
         rivals = {name: estimates[name] for name in (measured, ahead.of)}
         return Choice(fastest(rivals, entries, beside), "cost model", estimates, refused, **settings)
