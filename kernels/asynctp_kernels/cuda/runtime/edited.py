@@ -171,7 +171,7 @@ class Copy:
         self._ends = [(word, value.number, value.offset) for word, value in ends if isinstance(value, Address)]
 
     def show(self, executable: ctypes.c_void_p, addresses: Sequence[int], shown: Sequence[int]) -> None:
-        """As of a kernel; whatever was shown, for there may be other memory now."""
+        """Do the same as for a kernel, whatever was shown: there may be other memory now."""
         for word, number, offset in self._ends:
             self._params[word] = addresses[number] + offset
         _set_copy(executable, self.node, ctypes.addressof(self._params), self._context)
@@ -249,7 +249,7 @@ class Tensors(Protocol):
     """All memory of one call: a named tuple of tensors, lists of such, and None."""
 
     def addresses(self) -> tuple[int, ...]:
-        """Of all tensors, in one order for all calls of a plan."""
+        """Addresses of all tensors, in one order for all calls of a plan."""
 
     def with_each(self, stand_ins: Sequence[Any]) -> Any:
         """The same with others in the place of all tensors, in that order."""
