@@ -85,7 +85,7 @@ class Config:
             in place of several. When compiling, ranks ask one another: what one does not do, none does. Without it,
             ranks may compile whatever they like, whenever they like.
         direct: Let the code that Inductor generates call the fused ops without torch's dispatcher, once it has called
-            them: the host takes less time. Else, and where that cannot be (`Report.called` says why), calls go by
+            them: the host takes less time. Else, and where that cannot be (the report says why), calls go by
             `torch.ops`.
         log: Log an entry per collective (MISSED as warning, the others as info).
         trace: Emit each report as a structured-trace artifact, which tlparse shows.
@@ -108,7 +108,7 @@ class Config:
     skip: Any = ()
     rematerialize: Rematerialize = "auto"
     deviate: bool = True
-    direct: bool = False
+    direct: bool = True
     log: bool = True
     trace: bool = True
     report_file: str | None = None

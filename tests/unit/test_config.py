@@ -27,7 +27,7 @@ OTHERS: dict[str, Any] = {
     "min_flops": 1,
     "skip": "bucket",
     "deviate": False,
-    "direct": True,
+    "direct": False,
     "rematerialize": "always",
 }
 
@@ -104,7 +104,7 @@ GOOD_VARIABLES = [
     ("ASYNCTP_SKIP", "", "skip", ()),
     ("ASYNCTP_REMATERIALIZE", "always", "rematerialize", "always"),
     ("ASYNCTP_DEVIATE", "0", "deviate", False),
-    ("ASYNCTP_DIRECT", "1", "direct", True),
+    ("ASYNCTP_DIRECT", "0", "direct", False),
     ("ASYNCTP_LOG", "OFF", "log", False),
     ("ASYNCTP_LOG", "1", "log", True),
     ("ASYNCTP_TRACE", "false", "trace", False),
@@ -298,5 +298,5 @@ def test_every_field_is_a_sink_or_changes_the_digest() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     """It is part of the key of caches on disk."""
-    assert Config().digest() == "acdddafb0d357414"
+    assert Config().digest() == "cd1c2f9080f14059"
     assert Config(groups=["b", "a"], strict="all").digest() == Config(groups=("a", "b"), strict="all").digest()
