@@ -323,7 +323,7 @@ def _report_text(report: Report) -> str:
         lines += _wrapped(f"{_MARKS['MISSED']} INTERNAL ERROR: ", error)
     for note in report.notes:
         lines += _wrapped("note: ", note)
-    if report.called not in ("", "directly") and "direct=False" not in report.called:  # what was asked for needs no note
+    if report.called not in ("", "directly") and "direct=False" not in report.called:  # what is asked for is no news
         lines += _wrapped("", f"note: fused ops are called {report.called}, which takes the host longer")
     if any(remark.implementation == _SEQUENTIAL for remark in report.fused):
         lines += _wrapped("", _NOTHING_OVERLAPS)
