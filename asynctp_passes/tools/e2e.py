@@ -77,7 +77,7 @@ NO_WORSE = 1.1
 RUNS_A_ROUND = {"step": 3, "forward": 16}
 #: of each half of a turn, on GPUs. Source of a step's: `docs/results/2026-11-22-h200x4/sustained.txt`
 HALF_TURN_S = {"step": 0.5, "forward": 0.1}
-#: until the allocator gives a step the addresses of an earlier one, and calls on them are recorded
+#: until plans have their graphs, and the allocator what steps take
 WARM_UP = 4
 RESERVE_S = 60.0
 
