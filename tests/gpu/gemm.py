@@ -56,14 +56,14 @@ class Made:
 
 
 def waves_of(case: Case, programs: int) -> int:
-    tiles = tiles_for(torch.bfloat16 if case.kind == "bf16" else FP8, False, case.m, case.n, programs)
+    tiles = tiles_for(torch.bfloat16 if case.kind == "bf16" else FP8, False, case.m, case.n, case.k, programs)
     return waves(case.m, case.n, tiles.block_m, tiles.block_n, programs)
 
 
 def make(case: Case, world: int, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor] | None) -> Made:
     """As the plans of gathers and scatters do."""
     inner, programs = case.m // world, torch.cuda.get_device_properties(0).multi_processor_count
-    tiles = tiles_for(a.dtype, False, case.m, case.n, programs)
+    tiles = tiles_for(a.dtype, False, case.m, case.n, case.k, programs)
     problem = Problem.of(case.op, world, case.m, [case.k], [case.n], a.dtype, torch.bfloat16, fast=True)
     chunks = cut(1, inner, tiles.block_m, chunks_for(problem, Rates()))
     gathers = case.op == "gather"

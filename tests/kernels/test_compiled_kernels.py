@@ -26,6 +26,7 @@ pytest.importorskip("triton")
 from asynctp_kernels.cuda.choose.tiles import Tiles, pingpong, tiles_for
 from asynctp_kernels.cuda.choose.wire import EXTREME_DTYPES, Wire
 from asynctp_kernels.cuda.gemm import gemm_kernels
+from asynctp_kernels.cuda.gemm.arguments import place
 from asynctp_kernels.cuda.plans import collectives, decomposed, direct, fused, gather_transports
 from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.cuda.runtime.launch import (
@@ -290,7 +291,7 @@ def test_async_input_gemm(ns: tuple[int, ...], k_major: bool, tmp_path: Path) ->
     """Every load of A waits, the first chunk's too; words are the caller's, and are only read."""
     prepared = async_input_gemm(24576, ns, k_major)
     gemm = compiled(prepared, tmp_path)
-    tiles = tiles_for(torch.bfloat16, False, 24576, sum(ns), SMS)
+    tiles = tiles_for(torch.bfloat16, False, 24576, sum(ns), prepared.args[place("k0")], SMS)
     check_products(gemm, Variant({}, tiles))
     check_resources(gemm, Variant({}, tiles))
     check_plain(gemm, 0)
@@ -408,14 +409,15 @@ TILED = [
 def test_no_other_tiles_are_used() -> None:
     """What is compiled above are all the tiles that a plan can ask for."""
     asked = {
-        tiles_for(dtype, precise, rows, columns, SMS, several)
+        tiles_for(dtype, precise, rows, columns, depth, SMS, several)
         for dtype, precise, several in TILED
         for rows in (*range(8, 1024, 8), *range(1024, 20000, 128))
         for columns in (8, 64, 264, 512, 2560, 4096, 8192, 14336)
+        for depth in (512, 8192)
     }
     here = {WIDE, NARROW, WIDE8, NARROW8, PRECISE8, SUM8, PRECISE_SUM8}
     assert asked == here | {pingpong(1), pingpong(2)}, "those two are compiled in `test_pingpong`"
-    wide = {tiles_for(*kind[:2], 8192, 8192, SMS, kind[2], out_itemsize=4) for kind in TILED}
+    wide = {tiles_for(*kind[:2], 8192, 8192, 512, SMS, kind[2], out_itemsize=4) for kind in TILED}
     assert wide == {NARROW_TO_FP32, NARROW8_TO_FP32, PRECISE8_TO_FP32, SUM8_TO_FP32, PRECISE_SUM8_TO_FP32}
     assert {variant.tiles for variant in SCATTERS.values()} == here | wide
 

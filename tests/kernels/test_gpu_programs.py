@@ -100,7 +100,7 @@ def test_stressed_calls_are_exact(alone: dist.ProcessGroup) -> None:
 def test_pingpong_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of any size get those tiles, on few CTAs, where they can; and nothing else runs unseen."""
     others = [
-        (dtype, precise, 64, 64, 132, several, out_itemsize)
+        (dtype, precise, 64, 64, 64, 132, several, out_itemsize)
         for dtype, precise, several, out_itemsize in (
             (cases.FP8, True, False, 2), (cases.FP8, False, True, 2), (cases.FP8, False, False, 4),
             (torch.bfloat16, False, False, 4),
@@ -114,7 +114,10 @@ def test_pingpong_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     launched.in_shares()
     launched.pingpong_everywhere()
     assert fused.others_beside(launched.PROGRAMS), "tiles are dealt out in shares, though the group is all ranks"
-    assert [tiles_for(dtype, False, 64, 64, 132) for dtype in (cases.FP8, torch.bfloat16)] == [pingpong(1), pingpong(2)]
+    assert [tiles_for(dtype, False, 64, 64, 64, 132) for dtype in (cases.FP8, torch.bfloat16)] == [
+        pingpong(1),
+        pingpong(2),
+    ]
     assert [tiles_for(*call) for call in others] == before
     for module in grids:
         assert [module.grid(wanted, 132) for wanted in (1, 9, 1000)] == [1, 8, 8]

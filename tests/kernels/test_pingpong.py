@@ -293,22 +293,24 @@ def test_a_mutant_is_found(name: str, tmp_path: Path) -> None:
 
 # --- which calls get it --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("rows", "columns", "wanted", "bf16"),
+    ("rows", "columns", "short", "wanted", "bf16"),
     [
-        (8192, 8192, True, False),  # 32 waves of small tiles
-        (128 * SMS, 60 * 128, True, False),
-        (128 * SMS, 61 * 128, False, False),  # slower by up to 15 %, as more of them
-        (128 * SMS, 14 * 128, True, False),
-        (128 * SMS, 13 * 128, True, True),  # where wide tiles take the time of 14
-        (128 * SMS, 12 * 128, False, False),  # where wide tiles take that of 12
-        (4096, 2560, True, True),  # 5, where wide tiles take that of 6
-        (1024, 2560, True, True),  # 2, where wide tiles take that of 2, but only half of the SMs
-        (512, 512, False, False),  # one
+        (8192, 8192, True, True, False),  # 32 waves of small tiles
+        (128 * SMS, 60 * 128, True, True, False),
+        (128 * SMS, 61 * 128, True, False, False),  # slower by up to 15 %, as more of them, but with short sums
+        (128 * SMS, 14 * 128, True, True, False),
+        (128 * SMS, 13 * 128, True, True, True),  # where wide tiles take the time of 14
+        (128 * SMS, 12 * 128, True, False, False),  # where wide tiles take that of 12
+        (4096, 2560, True, True, True),  # 5, where wide tiles take that of 6
+        (1024, 2560, True, True, True),  # 2, where wide tiles take that of 2, but only half of the SMs
+        (512, 512, False, False, False),  # one
     ],
 )
-def test_calls_that_get_it(rows: int, columns: int, wanted: bool, bf16: bool) -> None:
-    assert (tiles_for(FP8, False, rows, columns, SMS) == pingpong(1)) == wanted
-    assert (tiles_for(torch.bfloat16, False, rows, columns, SMS) == pingpong(2)) == bf16
+def test_calls_that_get_it(rows: int, columns: int, short: bool, wanted: bool, bf16: bool) -> None:
+    assert (tiles_for(FP8, False, rows, columns, 4096, SMS) == pingpong(1)) == short
+    assert (tiles_for(FP8, False, rows, columns, 7168, SMS) == pingpong(1)) == wanted
+    for depth in (4096, 7168):
+        assert (tiles_for(torch.bfloat16, False, rows, columns, depth, SMS) == pingpong(2)) == bf16
     for others in (
         {"precise_sums": True},
         {"several": True},
@@ -316,7 +318,7 @@ def test_calls_that_get_it(rows: int, columns: int, wanted: bool, bf16: bool) ->
         {"dtype": torch.bfloat16, "out_itemsize": 4},
     ):
         call: dict[str, Any] = {"dtype": FP8, "precise_sums": False, **others}
-        assert not tiles_for(rows=rows, columns=columns, programs=SMS, **call).pingpong
+        assert not tiles_for(rows=rows, columns=columns, depth=4096, programs=SMS, **call).pingpong
 
 
 def test_another_gluon_is_said_and_lived_with(

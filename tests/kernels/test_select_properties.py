@@ -176,7 +176,7 @@ def test_waves(rows: int, columns: int, block: int, sms: int) -> None:
 @quick
 @given(rows=st.integers(1, 10**5), columns=SIZES, fp8=st.booleans(), precise=st.booleans())
 def test_tiles_fill_the_tensor_cores(rows: int, columns: int, fp8: bool, precise: bool) -> None:
-    tiles = tiles_for(FP8 if fp8 else BF16, precise, rows, columns, SMS)
+    tiles = tiles_for(FP8 if fp8 else BF16, precise, rows, columns, 4096, SMS)
     assert tiles.block_m == 128
     assert tiles.block_k * (1 if fp8 else 2) == (256 if fp8 and precise else 128), (
         "lines that TMA swizzles, of 128 bytes"

@@ -112,6 +112,10 @@ SUMS = "asynctp bench --ops all_reduce --all --rounds 3 --shapes …"
 FEW_SUMS = Run("2×H200", "2.11", "27a1eb3", DAY_2, ("all-reduce.txt",), SUMS)
 MANY_SUMS = Run("4×H100", "2.11", "482ac61", "2026-11-27-h100x4", ("all-reduce-shared.txt",), SUMS)
 GEMM = Run("1×H100", "2.11", "01f3971", "2026-11-25-h100x1", ("gemm.jsonl",), "python tests/gpu/gemm.py")
+FEW_ROWS = Run(
+    "1×H200", "2.11", "after b64fdb1", "2026-11-29-h200x1", ("few-rows.jsonl",), "python tests/gpu/few_rows.py"
+)
+MEMORY = 4.3e6  # bytes a microsecond, as `tests/gpu/few_rows.py` has it
 HOST = Run("4×H100", "2.11", "689577b", H100_4, ("host.jsonl",), "torchrun --nproc_per_node=4 tests/gpu/host.py")
 PEAKS = Run(
     "4 ranks on 1×H200", "2.15", "c0ea859", "2026-11-28-h200x1", ("peaks.jsonl",),
@@ -384,6 +388,25 @@ def gemm() -> str:
     return heads(GEMM) + table(["M", *map(str, rows)], lines)
 
 
+def few_rows() -> str:
+    """cuBLAS's time over ours, by kind and rows: mean and least; and the time of reading the weights over ours."""
+    found: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for line in FEW_ROWS.lines():
+        if "case" in line:
+            kind, rows, _, k, _, n = line["case"].split()
+            read = int(k) * int(n) * (2 if kind == "bf16" else 1) / MEMORY
+            pair = (line["cublas"] / line["ours"], read / line["ours"])
+            found.setdefault(kind, {}).setdefault(int(rows), []).append(pair)
+    rows = sorted({m for by_rows in found.values() for m in by_rows})
+    mean = statistics.geometric_mean
+    lines = []
+    for kind, by_rows in found.items():
+        ratios, read = ([[pair[i] for pair in by_rows[m]] for m in rows] for i in (0, 1))
+        lines.append([KINDS[kind], *(f"{mean(each):.2f} ({min(each):.2f})" for each in ratios)])
+        lines.append([f"{KINDS[kind]}, of memory", *(f"{mean(each):.2f} ({min(each):.2f})" for each in read)])
+    return heads(FEW_ROWS) + table(["M", *map(str, rows)], lines)
+
+
 def host() -> str:
     """Microseconds of a call that comes again, medians."""
     found: dict[str, dict[str, str]] = {}
@@ -440,11 +463,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "gathers and scatters by rows": calls_by_rows,
     "all-reduces": all_reduces,
     "GEMM": gemm,
+    "few rows": few_rows,
     "host": host,
     "memory": memory,
     "checks": checks,
 }
-RUNS = (STEPS, *OTHER_STEPS, *FEW_TOKENS, *CALLS, FEW_SUMS, MANY_SUMS, GEMM, HOST, PEAKS)
+RUNS = (STEPS, *OTHER_STEPS, *FEW_TOKENS, *CALLS, FEW_SUMS, MANY_SUMS, GEMM, FEW_ROWS, HOST, PEAKS)
 _PLACE = re.compile(r"(<!-- table: (.*?) -->\n\n)(.*?)(\n<!-- end -->)", re.DOTALL)
 
 

@@ -253,6 +253,26 @@ def _store(call: Call, name: str, block: int, rows: slice, columns: slice, acc: 
         yield from put(c[block][rows, part], acc[:, first : first + width].to(c.dtype))
 
 
+def few_rows_program(call: Call, program: int) -> Steps:
+    """`few_rows_kernel`."""
+    widths = [call.arguments[f"n{i}"] for i in range(call.COUNT)]
+    columns = [(i, col) for i, width in enumerate(widths) for col in range(0, width, call.BN)]
+    tile_n, tile_m = divmod(program, ceil(call.m / call.BM))
+    i, col = columns[tile_n]
+    rows = slice(tile_m * call.BM, min((tile_m + 1) * call.BM, call.m))
+    part = slice(col, min(col + call.BN, widths[i]))
+    weight = call.described(f"b{i}").float()
+    weight = weight.t() if call.B_K_MAJOR else weight
+    assert weight.shape == (call.k, widths[i])
+    found = yield from look(call.described("a")[rows])
+    acc = _finish(call, found.float() @ weight[:, part], call.arguments["a_scale"], rows.start, i, col)
+    dtype = call.examples[f"c{i}"].dtype
+    assert TORCH_DTYPES[str(call.OUT)] == dtype
+    assert widths[i] % call.TOGETHER == 0
+    place = at(call.arguments[f"c{i}"], (call.m, widths[i]), dtype)
+    yield from put(place[rows, part], (acc.to(dtype).float() * call.FACTOR).to(dtype))
+
+
 # --- staging, what is kept, and the reduction --------------------------------------------------------------------
 def stage_program(call: Call, program: int) -> Steps:
     """`stage_kernel`."""
@@ -568,6 +588,7 @@ def _others(call: Call, way: int) -> list[int]:
 # --- on one rank -------------------------------------------------------------------------------------------------
 PROGRAMS: dict[str, Callable[[Call, int], Steps]] = {
     "gemm_kernel": gemm_program,
+    "few_rows_kernel": few_rows_program,
     "stage_kernel": stage_program,
     "keep_kernel": keep_program,
     "reduce_kernel": reduce_program,
@@ -617,4 +638,6 @@ def landed(launched: Launched, parts: Sequence[Tensor], scales: Sequence[Tensor]
 
 def emulate(here: Machine) -> None:
     """Have the kernels of the pipelines do their work; the direct ones need what other ranks have."""
-    here.kernels |= dict.fromkeys(("gemm_kernel", "keep_kernel", "reduce_kernel"), in_order) | {"stage_kernel": met}
+    here.kernels |= dict.fromkeys(("gemm_kernel", "few_rows_kernel", "keep_kernel", "reduce_kernel"), in_order) | {
+        "stage_kernel": met
+    }

@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
-from asynctp_kernels.cuda.gemm import gemm
+from asynctp_kernels.cuda.gemm import few_rows, gemm
 from asynctp_kernels.cuda.plans import async_input, collectives, direct, gather, gather_transports, scatter, sequential
 from asynctp_kernels.cuda.runtime import driver, edited, memory, watch
 from asynctp_kernels.cuda.runtime.driver import Address
@@ -490,6 +490,7 @@ def machine(
             "meet": here.meet,
         },
         Tensor: {"record_stream": lambda tensor, stream: here.kept.append((tensor.data_ptr(), stream.cuda_stream))},
+        few_rows: {"prepare": here.prepare},
         gemm: {"prepare": here.prepare},
         watch: {"group_store": lambda group: here.store},
         collectives: {"gather_into": here.gather_into},

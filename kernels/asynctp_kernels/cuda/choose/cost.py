@@ -308,7 +308,8 @@ def fused_tiles(problem: Problem, sms: int, rates: Rates) -> Tiles:
     columns, several = sum(problem.widths), bool(problem.apart)
     moving, multiplying = problem.wire_bytes / rates.copy, problem.flops / (_speed(problem, rates) * rates.narrow)
     late = problem.op == "gather" and moving > multiplying
-    return tiles_for(dtype, problem.precise, rows, columns, sms, several, problem.out_itemsize, late)
+    sizes = (rows, columns, problem.depth)
+    return tiles_for(dtype, problem.precise, *sizes, sms, several, problem.out_itemsize, late)
 
 
 def chunks_for(problem: Problem, rates: Rates) -> int:

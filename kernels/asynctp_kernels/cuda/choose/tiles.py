@@ -53,15 +53,19 @@ def pingpong(itemsize: int) -> Tiles:
     return Tiles(128, 128, 128 // itemsize, warps=12, stages=6, group_m=4, split=2, registers=128, pingpong=True)
 
 
-def pingpong_is_faster(small: int, large: int, fp8: bool) -> bool:
+def pingpong_is_faster(small: int, large: int, depth: int, fp8: bool) -> bool:
     """For so many waves of 128 x 128, and of 128 x 256, where it can run: few that large tiles fill worse, or two
-    instead of one, which leaves SMs without a tile if not all are; of fp8 many as well.
+    instead of one, which leaves SMs without a tile if not all are.
 
-    Source: `docs/results/2026-11-25-h100x1/pingpong.jsonl`; `docs/results/2026-11-25-h100x2`: `pingpong.txt`,
-    `pingpong-few.txt`, and `pingpong-bf16.txt`: many waves of 16 bits take 6 % less or 9 % more, from run to run.
+    Of fp8 from three on, if sums are not long: it overlaps the ends of tiles, which have a large part in such. With
+    long ones many as well, but not more than 60, which take up to 15 % more time on an H100.
+
+    Source: `docs/results/2026-11-29-h200x1/tiles.jsonl`; `docs/results/2026-11-25-h100x1/pingpong.jsonl`;
+    `docs/results/2026-11-25-h100x2`: `pingpong.txt`, `pingpong-few.txt`, and `pingpong-bf16.txt`: many waves of 16 bits
+    take 6 % less or 9 % more, from run to run.
     """
     few = 3 <= small < min(14, 2 * large) or (small, large) == (2, 1)
-    return few or (fp8 and 14 <= small <= 60)
+    return few or (fp8 and (14 <= small <= 60 or (small >= 3 and depth < 7168)))
 
 
 def tiles_for(
@@ -69,12 +73,13 @@ def tiles_for(
     precise_sums: bool,
     rows: int,
     columns: int,
+    depth: int,
     programs: int,
     several: bool = False,
     out_itemsize: int = 2,
     late: bool = False,
 ) -> Tiles:
-    """The tiles for operands of `dtype` and an output of `rows` x `columns` on `programs` SMs.
+    """The tiles for operands of `dtype`, sums of `depth` and an output of `rows` x `columns` on `programs` SMs.
 
     several: matmuls are scaled, and then added: to a second accumulator, which leaves no registers for 256 columns,
     and 56 for each of 4 other warps. Nor do precise sums leave any for 256 columns. Tiles so small have twice the
@@ -86,12 +91,12 @@ def tiles_for(
     fp8 = dtype.itemsize == 1
     block_k = 128 if fp8 else 64
     if fp8 and (precise_sums or several):
-        depth, stages = (256, 3) if out_itemsize == 2 else (128, 4)
+        block_k, stages = (256, 3) if out_itemsize == 2 else (128, 4)
         bound, registers = 128 if precise_sums else None, 224 if several else 200
-        return Tiles(128, 128, depth, warps=8, stages=stages, imprecise=bound, registers=registers)
+        return Tiles(128, 128, block_k, warps=8, stages=stages, imprecise=bound, registers=registers)
     large = waves(rows, columns, 128, 256, programs)
     small = waves(rows, columns, 128, 128, programs)
-    if out_itemsize == 2 and pingpong_is_faster(small, large, fp8):
+    if out_itemsize == 2 and pingpong_is_faster(small, large, depth, fp8):
         return pingpong(dtype.itemsize)
     # a small tile takes little more than half the time of a large one
     if out_itemsize > 2 or late or small * 1.08 < large * 2:
@@ -121,6 +126,63 @@ def shares_for(count: int) -> int:
 
 #: in the interpreter: small, so that tiny calls have several tiles and chunks, ragged ones included
 INTERPRETED_TILES = Tiles(16, 64, 64, warps=1, stages=1, group_m=2, split=2)
+
+
+@dataclass(frozen=True)
+class FewRowsTiles:
+    """Block sizes of `few_rows_kernels`, and how many stages its loads are ahead. swapped: as `SWAP` there."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int = 4
+    swapped: bool = False
+
+
+#: bytes of K that a stage has
+_DEEP, _MIDDLE, _SHALLOW = 512, 256, 128
+
+
+def few_rows_tiles(itemsize: int, rows: int, columns: int, programs: int) -> FewRowsTiles:
+    """The tiles for so many rows, of which there are few, and columns of all Bs, on `programs` SMs.
+
+    As small as leaves one tile for each SM: an SM reads no faster than 64 bytes a cycle, and a tile reads its rows of A
+    too. What a stage reads is counted in bytes: deep stages have less to wait for. Where there are more tiles than SMs,
+    two of few rows share one. Source: `docs/results/2026-11-29-h200x1/few-rows-tiles.jsonl`.
+    """
+    narrow = -(-columns // 64)
+    if -(-rows // 16) * narrow <= programs:
+        return FewRowsTiles(16, 64, _DEEP // itemsize, stages=5, swapped=True)
+    if rows <= 16:
+        return FewRowsTiles(16, 64, _MIDDLE // itemsize, stages=5, swapped=True)
+    if rows <= 32:
+        depth = _DEEP if narrow <= programs else _MIDDLE
+        return FewRowsTiles(32, 64, depth // itemsize, stages=4, swapped=True)
+    if -(-rows // 32) * narrow <= programs:
+        return FewRowsTiles(32, 64, _MIDDLE // itemsize, stages=8, swapped=True)
+    high = -(-rows // 64)
+    for block_n, depth, stages in ((64, _MIDDLE, 6), (128, _SHALLOW, 8), (256, _SHALLOW, 5)):
+        if high * -(-columns // block_n) <= programs:
+            return FewRowsTiles(64, block_n, depth // itemsize, stages=stages)
+    if rows <= 64:
+        return FewRowsTiles(64, 128, _SHALLOW // itemsize, stages=8)
+    return FewRowsTiles(256, 128, _SHALLOW // itemsize, stages=4, warps=8, swapped=True)
+
+
+def few_rows_is_faster(rows: int, depth: int, columns: int, itemsize: int, by_rows: bool) -> bool:
+    """Whether such tiles are as fast as cuBLAS, for `depth` elements of `itemsize` bytes.
+
+    It has large tiles for more rows, and cuts a K that is long for few columns. With scales of rows and columns
+    (`by_rows`) it does neither well. Source: `docs/results/2026-11-29-h200x1/few-rows.jsonl`.
+    """
+    if by_rows:
+        return rows <= 128
+    return rows <= 64 and depth * itemsize <= (5 if rows <= 8 else 8) * columns
+
+
+#: in the interpreter: small, as `INTERPRETED_TILES`
+INTERPRETED_FEW_ROWS = FewRowsTiles(16, 64, 64, stages=1, warps=1, swapped=True)
 
 
 @dataclass(frozen=True)

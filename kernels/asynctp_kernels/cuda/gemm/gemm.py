@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from asynctp_kernels.cuda.choose.tiles import Tiles
+from asynctp_kernels.cuda.choose.tiles import FewRowsTiles, Tiles
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS
 from asynctp_kernels.cuda.gemm.gemm_kernels import gemm_kernel
 from asynctp_kernels.cuda.runtime.launch import Launch, NotCompiled, describe, leaves_room, prepare
@@ -35,7 +35,7 @@ def k_major(b: Tensor) -> bool:
     return b.stride(0) == 1 and (b.stride(1) != 1 or b.shape[0] > 1)
 
 
-def b_descriptor(b: Tensor, tiles: Tiles) -> Any:
+def b_descriptor(b: Tensor, tiles: Tiles | FewRowsTiles) -> Any:
     """[K, N] `b` as TMA sees it: rows are what is contiguous."""
     k, n = b.shape
     if k_major(b):

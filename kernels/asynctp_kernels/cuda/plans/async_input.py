@@ -176,7 +176,7 @@ class _Plan:
     def __init__(self, a: Tensor, bs: Sequence[Tensor], signals: Tensor, outs: Sequence[Tensor]) -> None:
         (m, k), chunks, widths = a.shape, signals.numel(), [b.shape[1] for b in bs]
         sms = driver.processors(a.device.index)
-        tiles = INTERPRETED_TILES if IS_INTERPRETED else tiles_for(a.dtype, False, m, sum(widths), sms)
+        tiles = INTERPRETED_TILES if IS_INTERPRETED else tiles_for(a.dtype, False, m, sum(widths), k, sms)
         q, pitch = m // chunks, a.stride(0)
         rows, block = [1, tiles.block_m, tiles.block_k], tiles.stored
         a_like = describe(a, [chunks, q, k], [q * pitch, pitch, 1], rows)

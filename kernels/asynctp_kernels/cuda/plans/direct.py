@@ -1,4 +1,7 @@
-"""`direct`: one kernel that moves all data, before or after cuBLAS on the whole; nothing overlaps."""
+"""`direct`: one kernel that moves all data, before or after the matmuls of the whole; nothing overlaps.
+
+These are cuBLAS's, or of few rows one kernel of ours (`FewRows`).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,16 @@ from asynctp_kernels.cuda.checks import (
     ANY,
     cublas_takes_gathered,
     cublas_takes_scattered,
+    gathered_scaled_at_end,
     scale_can_be_gathered,
+    scattered_scaled_at_end,
     whole_in_cublas_blocks,
 )
 from asynctp_kernels.cuda.choose import cost
 from asynctp_kernels.cuda.choose.wire import DIRECT, EXTREMES
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm.copy_kernels import push_all_reduce_kernel, push_gather_kernel, push_reduce_kernel
+from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
 from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors, ShardSizes
 from asynctp_kernels.cuda.plans.scatter import WholeScatter
@@ -81,6 +87,18 @@ class DirectGather(WholeGather):
         }
         self.launch = prepare(push_gather_kernel, programs, args, constants, WARPS)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
+        self.few_rows = self._few_rows(call, full)
+
+    def _few_rows(self, call: GatherFacts, full: Tensor) -> FewRows | None:
+        """The kernel of all matmuls, where it takes them."""
+        rows, operands = call.rows, (call.bs, call.b_scales, call.biases)
+        if not call.bs or gathered_scaled_at_end(call) is not None:
+            return None
+        if not takes(full, rows, *operands, self.out_dtype, call.use_fast_accum):
+            return None
+        a, outs = full.view(rows, -1), [new().view(rows, -1) for new in self.new_outs]
+        a_scale = self.new_numbers() if self.scale_travels else call.a_scale
+        return FewRows(a, call.bs, outs, a_scale, call.b_scales, call.biases)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         dummy = self.memory.dummy
@@ -90,7 +108,27 @@ class DirectGather(WholeGather):
         self.launch(stream, [*pointers, *self.tail])
 
 
-class DirectScatter(WholeScatter):
+class _Direct(WholeScatter):
+    """Matmuls before one kernel of the whole, each of them by `FewRows` where that takes it."""
+
+    def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
+        super().__init__(call, memory)
+        self.few_rows = [self._few_rows(call, i) for i in range(self.count)]
+
+    def _few_rows(self, call: ReduceFacts, i: int) -> FewRows | None:
+        """The kernel of matmul number `i`, where it takes that."""
+        a, bs, biases = call.a_parts[i], call.b_parts[i : i + 1], call.biases[i : i + 1]
+        b_scales, out_dtype = call.b_scales[i : i + 1], self.matmul_dtype
+        if call.is_empty or scattered_scaled_at_end(call) is not None:
+            return None
+        if not takes(a, call.rows, bs, b_scales, biases, out_dtype, call.use_fast_accum):
+            return None
+        rows, out = a.reshape(call.rows, -1), a.new_empty((call.rows, bs[0].shape[1]), dtype=out_dtype)
+        a_scale = call.a_scales[i] if call.a_scales else None
+        return FewRows(rows, bs, [out], a_scale, b_scales, biases, self.factors[i][0])
+
+
+class DirectScatter(_Direct):
     """One kernel that pushes and reduces."""
 
     name = "direct"
@@ -128,7 +166,7 @@ class DirectScatter(WholeScatter):
         self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])
 
 
-class DirectAllReduce(WholeScatter):
+class DirectAllReduce(_Direct):
     """One kernel that pushes and adds, in one shot or two: the whole sum, or extreme, in the place of the matmuls."""
 
     name = "direct"

@@ -26,6 +26,7 @@ from torch import Tensor
 from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.cublas import matmul
+from asynctp_kernels.cuda.gemm.few_rows import FewRows
 from asynctp_kernels.cuda.plans.gather_tensors import GatherOperands, GatherTensors
 from asynctp_kernels.cuda.runtime.edited import PlanGraph
 from asynctp_kernels.cuda.runtime.launch import aligned, misaligned
@@ -134,12 +135,13 @@ class GatherPlan(Implementation):
 
 
 class WholeGather(GatherPlan):
-    """An all-gather, which `enqueue` makes, then cuBLAS on the whole: nothing overlaps.
+    """An all-gather, which `enqueue` makes, then matmuls of the whole: nothing overlaps.
 
-    The matmuls are outside of the call's turn: they are PyTorch's, as the program's own.
+    The matmuls are outside of the call's turn: they are PyTorch's, as the program's own, or one kernel, `few_rows`.
     """
 
     fills_outs = False
+    few_rows: FewRows | None = None
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory, gathers_all=True)
@@ -151,6 +153,11 @@ class WholeGather(GatherPlan):
         assert call.full is not None
         row_scale = call.all_row_numbers if self.scale_travels else call.a_scale
         rows = call.full if self.is_flat else call.full.view(self.layout.full_rows, self.layout.full_cols)
+        if self.few_rows is not None:
+            outs = [new() for new in self.new_outs]
+            stream = driver.current_stream(self.device_index)
+            self.few_rows(stream, rows, call.bs, outs, row_scale, call.b_scales, call.biases)
+            return super().results(call._replace(outs=outs))
         outs = self.multiply(call, rows, row_scale, self.no_places)
         if not self.is_flat:
             outs = [out.view(shape) for out, shape in zip(outs, self.out_shapes, strict=True)]

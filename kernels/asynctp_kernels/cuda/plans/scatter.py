@@ -35,6 +35,7 @@ from asynctp_kernels.cuda.choose.wire import PUSH
 from asynctp_kernels.cuda.facts import ReduceFacts
 from asynctp_kernels.cuda.gemm.copy_kernels import reduce_kernel
 from asynctp_kernels.cuda.gemm.cublas import matmul, multiply
+from asynctp_kernels.cuda.gemm.few_rows import FewRows
 from asynctp_kernels.cuda.plans.scatter_tensors import Operands, ScatterTensors
 from asynctp_kernels.cuda.runtime.edited import PlanGraph
 from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS, BESIDE_WARPS, grid, misaligned, prepare
@@ -59,6 +60,7 @@ class ScatterPlan(Implementation):
     uses_memory: calls take their turn in the group's memory. graph: of a plan whose calls PyTorch has no part in.
     in_place: the result takes the place of the sum of the matmuls.
     staging_shape, extra_shape: of the sum of the matmuls, and of one apart.
+    few_rows: the kernel of each matmul, if it is not cuBLAS that makes it.
     """
 
     uses_memory = True
@@ -76,6 +78,7 @@ class ScatterPlan(Implementation):
         self.matmul_dtype, self.count = call.matmul_dtype, len(call.b_parts)
         self.factor = 1.0 / memory.world if call.reduce_op == "avg" else 1.0
         self.times = call.times
+        self.few_rows: Sequence[FewRows | None] = [None] * self.count
         self.row_bytes = self.layout.cols * call.wire_dtype.itemsize
         self.part_bytes = self.layout.rows * self.row_bytes
         self.device = call.a_parts[0].device
@@ -98,6 +101,16 @@ class ScatterPlan(Implementation):
         """Where matmuls are made that are apart, one after the other."""
         return [self.new_extra()] if self.is_apart(self.count - 1) else []
 
+    @functools.cached_property
+    def factors(self) -> list[tuple[float, float]]:
+        """Factors of each matmul: one as it is made, and one as it is added or converted.
+
+        The second one, if it is not made where the sum is, unless the program's matmul in float16 may become too large.
+        """
+        at_once = [not self.is_apart(i) or self.wire_dtype == torch.float16 for i in range(self.count)]
+        pairs = zip(at_once, self.times.matmuls, strict=True)
+        return [(factor, 1.0) if now else (1.0, factor) for now, factor in pairs]
+
     def add_up(self, operands: Operands, place: Tensor | None = None, extra: Tensor | None = None) -> Tensor:
         """The sum of matmuls, and of what is added to them; As are matrices.
 
@@ -109,10 +122,14 @@ class ScatterPlan(Implementation):
             apart = self.is_apart(i)
             out = extra if apart else place
             a_scale, b_scale = (a_scales[i], b_scales[i]) if a_scales else (None, None)
-            # that is done as it is added, or converted, unless the program's matmul in float16 may become too large
-            at_once = not apart or self.wire_dtype == torch.float16
-            now, then = (self.times.matmuls[i], 1.0) if at_once else (1.0, self.times.matmuls[i])
-            made = matmul(a, b_parts[i], biases[i], a_scale, b_scale, self.scaling, out=out, factor=now)
+            now, then = self.factors[i]
+            if (few_rows := self.few_rows[i]) is None:
+                made = matmul(a, b_parts[i], biases[i], a_scale, b_scale, self.scaling, out=out, factor=now)
+            else:
+                made = a.new_empty((a.shape[0], b_parts[i].shape[1]), dtype=self.matmul_dtype) if out is None else out
+                scales = [] if b_scale is None else [b_scale]
+                stream = driver.current_stream(self.device_index)
+                few_rows(stream, a, [b_parts[i]], [made], a_scale, scales, [biases[i]])
             if i and total is not None:
                 total.add_(made, alpha=then)
             elif apart:

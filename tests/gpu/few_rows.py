@@ -1,0 +1,186 @@
+"""The matmul of few rows by itself on one GPU, beside cuBLAS: its bits, and then its time.
+
+    python tests/gpu/few_rows.py [KIND ...]        (bf16, fp8, fp8-rowwise; all by default)
+
+Bits: of rows alone, and among more, by each of the tiles, all equal to the same rows of the GEMM of `fused`.
+
+Time: weights of Llama 3 8B and 70B as one of 4 and of 8 ranks has them. They are read from memory: each call of a CUDA
+graph takes another copy, and all copies are many times as large as L2. In turns, medians. One JSON line a case:
+microseconds; `ratio`, cuBLAS' time / ours; `bound`, the time of reading the weight / ours; `chosen`, whether a plan
+takes ours. Last of each kind and number of rows: geometric mean and least of the ratios, mean of the bounds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import gemm
+import torch
+from asynctp_kernels.cuda.choose.tiles import FewRowsTiles, few_rows_is_faster, few_rows_tiles
+from asynctp_kernels.cuda.gemm import few_rows
+from asynctp_kernels.cuda.gemm.cublas import Scaling, matmul
+from asynctp_kernels.cuda.gemm.few_rows import FewRows
+from torch import Tensor
+
+from asynctp_passes.tools.bench import orders
+
+#: (K, N): qkv, output, gate and up, down, of 8B and 70B, over 4 ranks and over 8
+SHAPES = (
+    (4096, 1536), (1024, 4096), (4096, 7168), (3584, 4096), (4096, 768), (512, 4096), (4096, 3584), (1792, 4096),
+    (8192, 2560), (2048, 8192), (8192, 14336), (7168, 8192), (8192, 1280), (1024, 8192), (8192, 7168), (3584, 8192),
+)  # fmt: skip
+ROWS = (1, 4, 16, 32, 64, 128, 200)
+KINDS = ("bf16", "fp8", "fp8-rowwise")
+COPIES_BYTES, ROUNDS = 400 << 20, 7
+#: bytes a microsecond. Source: a copy of 8.6 GB within one H200, read and written
+MEMORY = 4.3e6
+SMS = 132
+
+Call = Callable[[int], Any]
+
+
+Operands = tuple[Tensor, list[Tensor], Tensor | None, list[Tensor]]
+
+
+def operands(kind: str, m: int, k: int, n: int, copies: int) -> Operands:
+    """(A, copies of B, scale of A, scales of B)"""
+    dtype = torch.bfloat16 if kind == "bf16" else gemm.FP8
+    a = torch.randn(m, k, device="cuda").to(dtype)
+    bs = [(torch.randn(n, k, device="cuda") / k**0.5).to(dtype).t() for _ in range(copies)]
+    if kind == "bf16":
+        return a, bs, None, []
+    rows, cols = ((m, 1), (1, n)) if kind == "fp8-rowwise" else ((1,), (1,))
+    return a, bs, torch.rand(rows, device="cuda") + 0.5, [torch.rand(cols, device="cuda") + 0.5]
+
+
+def ours(a: Tensor, bs: list[Tensor], out: Tensor, a_scale: Tensor | None, b_scales: list[Tensor]) -> Call:
+    made = FewRows(a, bs[:1], [out], a_scale, b_scales, [None])
+
+    def call(i: int) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        made(stream, a, [bs[i % len(bs)]], [out], a_scale, b_scales, [None])
+
+    return call
+
+
+def cublas(a: Tensor, bs: list[Tensor], out: Tensor, a_scale: Tensor | None, b_scales: list[Tensor]) -> Call:
+    scaling = Scaling(torch.bfloat16, fast=True) if b_scales else None
+    b_scale = b_scales[0] if b_scales else None
+    return lambda i: matmul(a, bs[i % len(bs)], None, a_scale, b_scale, scaling, out=out)
+
+
+# --- bits ----------------------------------------------------------------------------------------------------------
+def all_tiles(itemsize: int) -> set[FewRowsTiles]:
+    return {few_rows_tiles(itemsize, m, n, SMS) for m in (1, 32, 64, 128, 256) for n in (64, 2560, 4096, 8192, 14336)}
+
+
+def check_bits(kind: str, k: int, n: int) -> dict[str, Any]:
+    """How many elements of rows by each of the tiles, and of each number of rows, differ from the GEMM of `fused`."""
+    most = 256
+    a, bs, a_scale, b_scales = operands(kind, most, k, n, 1)
+    scales = None if a_scale is None else (a_scale, b_scales[0])
+    made = gemm.make(gemm.Case("gather", kind, most, k, n), 4, a, bs[0], scales)
+    made.run()
+    torch.cuda.synchronize()
+    assert made.out.isfinite().all()
+    wanted, unlike, count = made.out.view(most, n), 0, 0
+
+    def compare(rows: int, tiles: FewRowsTiles) -> int:
+        scale = a_scale[:rows] if kind == "fp8-rowwise" and a_scale is not None else a_scale
+        out = torch.full((rows, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+        with mock.patch.object(few_rows, "few_rows_tiles", return_value=tiles):
+            ours(a[:rows], bs, out, scale, b_scales)(0)
+        torch.cuda.synchronize()
+        return int((out.view(torch.int16) != wanted[:rows].view(torch.int16)).sum())
+
+    for tiles in sorted(all_tiles(a.itemsize), key=str):
+        for rows in (1, 8, 16, 33, 64, 100, 200, 256):
+            found = compare(rows, tiles)
+            unlike, count = unlike + found, count + rows * n
+            if found:
+                print(json.dumps({"tiles": str(tiles), "rows": rows, "unlike": found}), flush=True)
+    return {"bits": f"{kind} {k} x {n}", "elements": count, "unlike": unlike}
+
+
+# --- time ----------------------------------------------------------------------------------------------------------
+def measure(calls: dict[str, Call], count: int) -> dict[str, float]:
+    """Microseconds of a call, of `count` in a CUDA graph."""
+    graphs = {}
+    for name, call in calls.items():
+        call(0)
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for i in range(count):
+                call(i)
+        graphs[name].replay()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for order in orders(list(calls), ROUNDS):
+        for name in order:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            graphs[name].replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3 / count)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def compare(kind: str, m: int, k: int, n: int, bs: list[Tensor], a: Tensor, scales: tuple[Any, Any]) -> dict[str, Any]:
+    """One case; `a` has m rows."""
+    outs = {name: torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda") for name in ("ours", "cublas")}
+    calls = {name: globals()[name](a, bs, out, *scales) for name, out in outs.items()}
+    found = measure(calls, max(len(bs), 16))
+    error = ((outs["ours"].float() - outs["cublas"].float()).norm() / outs["cublas"].float().norm()).item()
+    if not error < 0.01:
+        raise SystemExit(f"{kind} {m} x {k} x {n} is wrong: error {error:g}")
+    bound = k * n * bs[0].itemsize / MEMORY
+    return {
+        **{name: round(time, 2) for name, time in found.items()},
+        "ratio": round(found["cublas"] / found["ours"], 3),
+        "bound": round(bound / found["ours"], 3),
+        "error": round(error, 5),
+        "chosen": few_rows_is_faster(m, k, n, bs[0].itemsize, kind == "fp8-rowwise"),
+    }
+
+
+def main() -> None:
+    print(json.dumps({"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}), flush=True)
+    kinds, ok = sys.argv[1:] or KINDS, True
+    for kind in kinds:
+        for k, n in ((4096, 1536), (8192, 2560), (1792, 4096)):
+            found = check_bits(kind, k, n)
+            ok &= found["unlike"] == 0
+            print(json.dumps(found), flush=True)
+    for kind in kinds:
+        found_by_rows: dict[int, list[dict[str, Any]]] = {}
+        for k, n in SHAPES:
+            copies = max(4, -(-COPIES_BYTES // (k * n * (2 if kind == "bf16" else 1))))
+            a, bs, a_scale, b_scales = operands(kind, max(ROWS), k, n, copies)
+            for m in ROWS:
+                scale = a_scale[:m] if kind == "fp8-rowwise" and a_scale is not None else a_scale
+                try:
+                    found = compare(kind, m, k, n, bs, a[:m], (scale, b_scales))
+                except RuntimeError as error:  # cuBLAS takes no such matmul
+                    print(json.dumps({"case": f"{kind} {m} x {k} x {n}", "refused": str(error)[:200]}), flush=True)
+                    continue
+                print(json.dumps({"case": f"{kind} {m} x {k} x {n}", **found}), flush=True)
+                found_by_rows.setdefault(m, []).append(found)
+            del bs
+        for m, rows in found_by_rows.items():
+            mean = statistics.geometric_mean
+            ratios, bounds = [row["ratio"] for row in rows], [row["bound"] for row in rows]
+            chosen = [row["ratio"] for row in rows if row["chosen"]] or [1.0]
+            summary = {"mean": round(mean(ratios), 3), "least": min(ratios), "bound": round(mean(bounds), 3)}
+            print(json.dumps({"kind": kind, "rows": m, **summary, "least_chosen": min(chosen)}), flush=True)
+    raise SystemExit(not ok)
+
+
+if __name__ == "__main__":
+    main()
