@@ -153,11 +153,13 @@ def test_plans_that_use_it() -> None:
     """One kernel for all Bs of a gather, and one for each matmul of a sum; cuBLAS for many rows."""
     with machine() as here:
         names = lambda: [each.name for each in here.prepared]  # noqa: E731
-        direct.DirectGather(gather_call((8,), ns=(512, 128)), here.memory)
+        gather = direct.DirectGather(gather_call((8,), ns=(512, 128)), here.memory)
         assert names() == ["push_gather_kernel", "few_rows_kernel"]
         assert here.prepared[-1].constants["COUNT"] == 2
-        direct.DirectScatter(scatter_call((32,), ks=(512, 256)), here.memory)
+        two = direct.DirectScatter(scatter_call((32,), ks=(512, 256)), here.memory)
         assert names()[2:] == ["few_rows_kernel"] * 2 + ["push_reduce_kernel"]
+        one = direct.DirectScatter(scatter_call((32,)), here.memory)
+        assert names()[5:] == ["few_rows_kernel", "push_reduce_kernel"]
         many = direct.DirectScatter(scatter_call((1024,)), here.memory)
-        assert names()[5:] == ["push_reduce_kernel"]
-        assert many.cublas
+        assert names()[7:] == ["push_reduce_kernel"]
+        assert [plan.graph is not None for plan in (gather, two, one, many)] == [True, False, True, False]

@@ -35,6 +35,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "scatter": lambda: scatter_call((768,), (64,), 72),
     "scatter, scales of rows": lambda: scatter_call((768,), (64,), 80, **ROWWISE),
     "all-reduce": lambda: replace(scatter_call((64,), (64,), 72), scatter_dim=None),
+    "gather of few rows": lambda: gather_call((8,), 512, (512,)),
+    "all-reduce of few rows": lambda: replace(scatter_call((32,), (512,), 512), scatter_dim=None),
 }
 LIMITS = {
     names: Cost(*cost)
@@ -56,7 +58,13 @@ LIMITS = {
         ("scatter, scales of rows", "direct"): (23, 7),
         ("all-reduce", "fused"): (20, 6),
         ("all-reduce", "decomposed"): (78, 37),
-        ("all-reduce", "direct"): (25, 7),
+        ("all-reduce", "direct"): (22, 6),
+        ("gather of few rows", "fused"): (19, 6),
+        ("gather of few rows", "decomposed"): (54, 23),
+        ("gather of few rows", "direct"): (19, 6),
+        ("all-reduce of few rows", "fused"): (20, 6),
+        ("all-reduce of few rows", "decomposed"): (78, 37),
+        ("all-reduce of few rows", "direct"): (22, 6),
     }.items()
 }
 """Of a call from generated code, wherever its memory is. Raise one only with a reason; lower it when you can.

@@ -32,10 +32,13 @@ from cuda_stubs import (
 )
 from expecttest import assert_expected_inline
 from plan_runs import (
+    AVERAGE,
     GATHERS,
     RANK,
     RETURNED,
+    ROWWISE,
     SCATTERS,
+    TENSORWISE,
     WORLD,
     bits,
     check_pushes,
@@ -104,6 +107,51 @@ def test_scatter(case: str, implementation: str, here: Machine) -> None:
         check_pushes(here, implementation, mine)
         check_words(here, implementation, call)
         assert here.memory.launched == number
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ns": (512, 136), "bias": True}, {**ROWWISE, "travels": True}, {**TENSORWISE, "along": True}, {"shard": (2, 4)}],
+    ids=str,
+)
+def test_direct_gather_of_few_rows(options: dict[str, Any], here: Machine) -> None:
+    """Two kernels of ours: what moves, and what multiplies."""
+    call = gather_call(**{"shard": (8,), "k": 512, "ns": (512,), **options})
+    plan, memory = gather_plan(call, here, "direct"), []
+    for number in range(4):
+        call = replace(call, bs=[again(b) for b in call.bs], b_scales=[again(each) for each in call.b_scales])
+        outs, full, a_scale = run_gather(call, here, plan)
+        memory.append((outs, call))
+        for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
+            assert torch.equal(out.reshape(wanted.shape), wanted)
+        assert here.memory.launched == number
+
+
+@pytest.mark.parametrize(
+    "options", [{"bias": True}, {**ROWWISE}, {"rows": (2, 16), "dim": 1}, {"factors": (0.5,)}, AVERAGE], ids=str
+)
+def test_direct_scatter_of_few_rows(options: dict[str, Any], here: Machine) -> None:
+    call = scatter_call(**{"rows": (32,), "ks": (512,), "n": 512, **options})
+    plan, memory = scatter_plan(call, here, "direct"), []
+    for number in range(4):
+        scales = {"a_scales": list(map(again, call.a_scales)), "b_scales": list(map(again, call.b_scales))}
+        call = replace(call, b_parts=list(map(again, call.b_parts)), **scales)
+        out, wanted, mine = run_scatter(call, here, plan)
+        memory.append((out, mine, call))
+        assert torch.equal(out, wanted)
+        assert here.memory.launched == number
+
+
+@pytest.mark.parametrize(
+    "options", [{"ks": (512, 256)}, {"added": True}, {"sum_dtype": torch.float32}, {"factors": (1.0, 4.0)}], ids=str
+)
+def test_a_sum_with_a_part_of_pytorchs_has_no_graph(options: dict[str, Any], here: Machine) -> None:
+    call = scatter_call(**{"rows": (32,), "ks": (512,), "n": 512, **options})
+    plan = scatter_plan(call, here, "direct")
+    assert plan.graph is None
+    for _ in range(2):
+        out, wanted, _ = run_scatter(call, here, plan)
+        assert torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("implementation", ["decomposed", "direct"])

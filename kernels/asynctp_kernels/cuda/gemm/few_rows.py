@@ -78,18 +78,15 @@ class FewRows:
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> None:
-        """Enqueue it. Operands that do not lie as the kernel reads them are copied."""
+        """Enqueue it, of operands that lie as the kernel reads them: dense, but for Bs, at multiples of 16 bytes."""
         values, count = self.values.copy(), len(bs)
-        a, bs = aligned(a), [aligned_columns(b) for b in bs]
         values[0] = Tma(self.a_like, a.data_ptr())
         values[_BS : _BS + count] = [Tma(like, b.data_ptr()) for like, b in zip(self.bs_like, bs, strict=True)]
         values[_OUTS : _OUTS + count] = [out.data_ptr() for out in outs]
         if a_scale is not None:
-            a_scale, b_scales = a_scale.contiguous(), dense(b_scales)
             values[_A_SCALE] = a_scale.data_ptr()
             values[_B_SCALES : _B_SCALES + count] = [scale.data_ptr() for scale in b_scales]
         if self.has_bias:
-            biases = dense(biases)
             values[_BIASES : _BIASES + count] = [bias.data_ptr() for bias in biases if bias is not None]
         self.launch(stream, values)
 

@@ -5,6 +5,8 @@ These are cuBLAS's, or of few rows one kernel of ours (`FewRows`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,8 @@ from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors, ShardSizes
 from asynctp_kernels.cuda.plans.scatter import WholeScatter
 from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
-from asynctp_kernels.cuda.runtime.launch import align, aligned, grid, prepare
+from asynctp_kernels.cuda.runtime.edited import new_graph
+from asynctp_kernels.cuda.runtime.launch import Launch, align, aligned, grid, prepare
 from asynctp_kernels.cuda.runtime.memory import DIRECT_PROGRAMS, GroupMemory
 
 #: bytes that a program moves at a time to or from a rank, and to or from all; its warps
@@ -88,6 +91,8 @@ class DirectGather(WholeGather):
         self.launch = prepare(push_gather_kernel, programs, args, constants, WARPS)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
         self.few_rows = self._few_rows(call, full)
+        if self.few_rows is not None:
+            self.fills_outs, self.graph = True, new_graph()
 
     def _few_rows(self, call: GatherFacts, full: Tensor) -> FewRows | None:
         """The kernel of all matmuls, where it takes them."""
@@ -100,20 +105,41 @@ class DirectGather(WholeGather):
         a_scale = self.new_numbers() if self.scale_travels else call.a_scale
         return FewRows(a, call.bs, outs, a_scale, call.b_scales, call.biases)
 
+    def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
+        return super().with_kernel_layout(call) if self.few_rows is None else self.with_gemm_layout(call)
+
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         dummy = self.memory.dummy
         own, whole = (dummy if tensor is None else tensor for tensor in (call.row_numbers, call.all_row_numbers))
         assert call.full is not None
         pointers = [tensor.data_ptr() for tensor in (call.shard, own, call.full, whole)]
         self.launch(stream, [*pointers, *self.tail])
+        if self.few_rows is not None:
+            row_scale = call.all_row_numbers if self.scale_travels else call.a_scale
+            self.few_rows(stream, call.full, call.bs, call.outs, row_scale, call.b_scales, call.biases)
 
 
 class _Direct(WholeScatter):
     """Matmuls before one kernel of the whole, each of them by `FewRows` where that takes it."""
 
+    launch: Launch
+    tail: list[Any]
+
     def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory)
         self.few_rows = [self._few_rows(call, i) for i in range(self.count)]
+        one = self.count == 1 and self.few_rows[0] is not None and not self.is_apart(0)
+        self.is_ours = one and call.added is None and self.times.whole == 1
+        self.graph = new_graph() if self.is_ours else None
+
+    def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
+        return self.with_gemm_layout(call) if self.is_ours else call
+
+    def enqueue(self, stream: int, call: ScatterTensors) -> None:
+        if call.b_parts and (few_rows := self.few_rows[0]) is not None:
+            a_scale = call.a_scales[0] if call.a_scales else None
+            few_rows(stream, call.a_parts[0], call.b_parts, [call.staging], a_scale, call.b_scales, call.biases)
+        self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])
 
     def _few_rows(self, call: ReduceFacts, i: int) -> FewRows | None:
         """The kernel of matmul number `i`, where it takes that."""
@@ -162,9 +188,6 @@ class DirectScatter(_Direct):
         self.launch = prepare(push_reduce_kernel, programs, args, constants, WARPS)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
 
-    def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])
-
 
 class DirectAllReduce(_Direct):
     """One kernel that pushes and adds, in one shot or two: the whole sum, or extreme, in the place of the matmuls."""
@@ -205,6 +228,3 @@ class DirectAllReduce(_Direct):
         self.launch = prepare(push_all_reduce_kernel, programs, args, constants, warps)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[2:]]
         self.new_output = self.new_staging
-
-    def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])

@@ -47,7 +47,6 @@ from asynctp_kernels.cuda.runtime.launch import (
     Tma,
     aligned,
     aligned_columns,
-    dense,
     describe,
     grid,
     outlines,
@@ -127,9 +126,7 @@ class FusedGather(GatherPlan):
         self.has_bias, self.of_biases = bias is not None, places("bias", len(call.bs))
 
     def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
-        call, bs = super().with_kernel_layout(call), [aligned_columns(b) for b in call.bs]
-        (a_scale,) = dense([call.a_scale])
-        return call._replace(a_scale=a_scale, bs=bs, b_scales=dense(call.b_scales), biases=dense(call.biases))
+        return self.with_gemm_layout(call)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         transport, values = self.transport, self.values.copy()
@@ -236,9 +233,7 @@ class FusedScatter(PushedScatter):
         return []
 
     def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
-        a_parts, b_parts = [aligned(a) for a in call.a_parts], [aligned_columns(b) for b in call.b_parts]
-        a_scales, b_scales, biases = dense(call.a_scales), dense(call.b_scales), dense(call.biases)
-        return call._replace(a_parts=a_parts, b_parts=b_parts, a_scales=a_scales, b_scales=b_scales, biases=biases)
+        return self.with_gemm_layout(call)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         memory, values, bias = self.memory, self.values.copy(), call.biases[0]

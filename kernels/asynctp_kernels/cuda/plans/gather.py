@@ -29,7 +29,7 @@ from asynctp_kernels.cuda.gemm.cublas import matmul
 from asynctp_kernels.cuda.gemm.few_rows import FewRows
 from asynctp_kernels.cuda.plans.gather_tensors import GatherOperands, GatherTensors
 from asynctp_kernels.cuda.runtime.edited import PlanGraph
-from asynctp_kernels.cuda.runtime.launch import aligned, misaligned
+from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense, misaligned
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.torch_private import new_tensors
@@ -91,6 +91,12 @@ class GatherPlan(Implementation):
             shard=shard, a_scale=row_numbers if self.scale_travels else call.a_scale, row_numbers=row_numbers
         )
 
+    def with_gemm_layout(self, call: GatherTensors) -> GatherTensors:
+        """The same where a GEMM of ours reads all operands."""
+        call, bs = GatherPlan.with_kernel_layout(self, call), [aligned_columns(b) for b in call.bs]
+        (a_scale,) = dense([call.a_scale])
+        return call._replace(a_scale=a_scale, bs=bs, b_scales=dense(call.b_scales), biases=dense(call.biases))
+
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         """Everything that a call does on the GPU, after `stream` and with `stream` after it."""
         raise NotImplementedError
@@ -137,7 +143,7 @@ class GatherPlan(Implementation):
 class WholeGather(GatherPlan):
     """An all-gather, which `enqueue` makes, then matmuls of the whole: nothing overlaps.
 
-    The matmuls are outside of the call's turn: they are PyTorch's, as the program's own, or one kernel, `few_rows`.
+    PyTorch's matmuls are outside of the call's turn, as the program's own are. Those of `few_rows` are one kernel.
     """
 
     fills_outs = False
@@ -150,14 +156,11 @@ class WholeGather(GatherPlan):
         self.is_flat = len(self.layout.full_shape) == 2
 
     def results(self, call: GatherTensors) -> list[Tensor]:
+        if self.few_rows is not None:
+            return super().results(call)
         assert call.full is not None
         row_scale = call.all_row_numbers if self.scale_travels else call.a_scale
         rows = call.full if self.is_flat else call.full.view(self.layout.full_rows, self.layout.full_cols)
-        if self.few_rows is not None:
-            outs = [new() for new in self.new_outs]
-            stream = driver.current_stream(self.device_index)
-            self.few_rows(stream, rows, call.bs, outs, row_scale, call.b_scales, call.biases)
-            return super().results(call._replace(outs=outs))
         outs = self.multiply(call, rows, row_scale, self.no_places)
         if not self.is_flat:
             outs = [out.view(shape) for out, shape in zip(outs, self.out_shapes, strict=True)]

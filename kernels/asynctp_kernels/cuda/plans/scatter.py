@@ -38,7 +38,16 @@ from asynctp_kernels.cuda.gemm.cublas import matmul, multiply
 from asynctp_kernels.cuda.gemm.few_rows import FewRows
 from asynctp_kernels.cuda.plans.scatter_tensors import Operands, ScatterTensors
 from asynctp_kernels.cuda.runtime.edited import PlanGraph
-from asynctp_kernels.cuda.runtime.launch import BESIDE_REGISTERS, BESIDE_WARPS, grid, misaligned, prepare
+from asynctp_kernels.cuda.runtime.launch import (
+    BESIDE_REGISTERS,
+    BESIDE_WARPS,
+    aligned,
+    aligned_columns,
+    dense,
+    grid,
+    misaligned,
+    prepare,
+)
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN, GroupMemory
 from asynctp_kernels.cuda.runtime.script import (
@@ -127,9 +136,10 @@ class ScatterPlan(Implementation):
                 made = matmul(a, b_parts[i], biases[i], a_scale, b_scale, self.scaling, out=out, factor=now)
             else:
                 made = a.new_empty((a.shape[0], b_parts[i].shape[1]), dtype=self.matmul_dtype) if out is None else out
-                scales = [] if b_scale is None else [b_scale]
-                stream = driver.current_stream(self.device_index)
-                few_rows(stream, a, [b_parts[i]], [made], a_scale, scales, [biases[i]])
+                of_a, of_b, bias = dense([a_scale, b_scale, biases[i]])
+                matrices = (aligned(a), [aligned_columns(b_parts[i])], [made])
+                of_columns = [] if of_b is None else [of_b]
+                few_rows(driver.current_stream(self.device_index), *matrices, of_a, of_columns, [bias])
             if i and total is not None:
                 total.add_(made, alpha=then)
             elif apart:
@@ -155,6 +165,12 @@ class ScatterPlan(Implementation):
         if call.added is None:
             return call
         return call._replace(added=call.added.contiguous())  # so ranges of its rows are views
+
+    def with_gemm_layout(self, call: ScatterTensors) -> ScatterTensors:
+        """The same where a GEMM of ours reads all operands."""
+        a_parts, b_parts = [aligned(a) for a in call.a_parts], [aligned_columns(b) for b in call.b_parts]
+        a_scales, b_scales, biases = dense(call.a_scales), dense(call.b_scales), dense(call.biases)
+        return call._replace(a_parts=a_parts, b_parts=b_parts, a_scales=a_scales, b_scales=b_scales, biases=biases)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         """Everything that a call does on the GPU, after `stream` and with `stream` after it."""
@@ -298,14 +314,20 @@ class WholeScatter(ScatterPlan):
     """cuBLAS on the whole, then a reduce-scatter, which `enqueue` makes: nothing overlaps.
 
     The matmuls are outside of the call's turn: they are PyTorch's, as the program's own.
+
+    is_ours: There is one, a kernel that `enqueue` launches too.
     """
+
+    is_ours = False
 
     def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory)
         self.staging_shape = (call.rows, call.b_parts[0].shape[1])
 
     def tensors(self, operands: Operands) -> ScatterTensors:
-        """The memory of the reduction, whose operand is the sum of the matmuls."""
+        """The memory of the reduction, whose operand is the sum of the matmuls; or of all, if the matmul is ours."""
+        if self.is_ours:
+            return super().tensors(operands)
         a_parts, b_parts, a_scales, b_scales, biases, added = operands
         rows = [a if a.ndim == 2 else a.reshape(-1, a.shape[-1]) for a in a_parts]
         added = None if added is None else added.reshape(self.staging_shape)

@@ -236,7 +236,7 @@ def _stream(device: torch.device, urgent: bool) -> int:
 
 
 class StandIn:
-    """What a capture has in the place of tensor `number` of a call, which is at `address`."""
+    """Stand-in of a capture for tensor `number` of a call, which is at `address`."""
 
     def __init__(self, number: int, address: int) -> None:
         self._address = Address(address, number)
