@@ -116,7 +116,10 @@ FEW_ROWS = Run(
     "1×H200", "2.11", "after b64fdb1", "2026-11-29-h200x1", ("few-rows.jsonl",), "python tests/gpu/few_rows.py"
 )
 MEMORY = 4.3e6  # bytes a microsecond, as `tests/gpu/few_rows.py` has it
-HOST = Run("4×H100", "2.11", "689577b", H100_4, ("host.jsonl",), "torchrun --nproc_per_node=4 tests/gpu/host.py")
+HOST = Run(
+    "2 ranks on 1×H200", "2.11", "9c5a7fa", "2026-11-29-h200x1", ("host.jsonl",),
+    "torchrun --nproc_per_node=2 tests/gpu/host.py",
+)  # fmt: skip
 PEAKS = Run(
     "4 ranks on 1×H200", "2.15", "c0ea859", "2026-11-28-h200x1", ("peaks.jsonl",),
     "torchrun --nproc_per_node=4 tests/gpu/peaks.py",
@@ -408,16 +411,35 @@ def few_rows() -> str:
 
 
 def host() -> str:
-    """Microseconds of a call that comes again, medians."""
-    found: dict[str, dict[str, str]] = {}
+    """Microseconds of a call, medians: at addresses of the call before, at new ones, and with cold caches."""
+    found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    nccl: dict[str, float] = {}
     for line in HOST.lines():
-        cell = f"{line['us']['median']:.0f}"
-        found.setdefault(line.get("implementation", "cuBLAS"), {})[line["call"].replace("products", "matmuls")] = cell
-    alone = found.pop("cuBLAS")["cuBLAS"]
+        implementation, way = line.get("implementation", "cuBLAS"), line.get("way", "")
+        if implementation == "NCCL":
+            nccl[line["call"].removesuffix(" of one rank")] = line["us"]["median"]
+        elif line["addresses"] in ADDRESSES:
+            cells = found.setdefault((implementation, way), {}).setdefault(line["call"], {})
+            cells[line["addresses"]] = line["us"]["median"]
+    (alone,) = found.pop(("cuBLAS", "")).values()
     columns = list(dict.fromkeys(call for cells in found.values() for call in cells))
-    lines = [[f"`{name}`" if name != "NCCL" else name, *(cells.get(call, NONE) for call in columns)]
-             for name, cells in found.items()]  # fmt: skip
-    return heads(HOST) + table(["", *columns], lines) + f"\ncuBLAS alone takes {alone}.\n"
+    lines = [
+        [f"`{name}`, {way}", *(_by_address(cells[call]) for call in columns)] for (name, way), cells in found.items()
+    ]
+    beside = ", ".join(f"{call} {us:.0f}" for call, us in nccl.items())
+    return (
+        heads(HOST)
+        + table(["", *columns], lines)
+        + f"\nThe program's own calls in the same run: cuBLAS {_by_address(alone)}; NCCL's call and wait, in a group of "
+        f"one rank: {beside}.\n"
+    )
+
+
+ADDRESSES = ("known", "all new", "cold")
+
+
+def _by_address(us: dict[str, float]) -> str:
+    return " / ".join(f"{us[name]:.0f}" for name in ADDRESSES)
 
 
 def memory() -> str:

@@ -40,7 +40,7 @@ class Rates:
         between: microseconds between two copies beside which nothing else runs.
         gap: the same, of a fused op's chunks, with their words; `docs/results/2026-11-25-h200x2/chunks.txt`.
         enqueue, enqueue_range: microseconds of host time of a call that is enqueued, and of each range of rows in it:
-            `docs/results/2026-11-29-h200/host-before.jsonl`.
+            `docs/results/2026-11-29-h200x1/host.jsonl`.
         fused_gather, fused_scatter, decomposed_gather, decomposed_scatter: microseconds of host time and latency beyond
             the terms of the model; `decomposed_gather` where the gathered A is returned, and the shard staged first.
         narrow: how fast the GEMM's 128 x 128 tiles are, as a fraction of cuBLAS.
