@@ -116,7 +116,9 @@ def _line(node: Any, binder: str, version: int) -> str:
     sizes = _sizes(node.inputs, wrapper)
     namespace, _, op = schema.name.partition("::")
     text = repr((op, constants, tuple(tensors), bool(sizes)))
-    name = f"{namespace}_{op}_{hashlib.sha256(f'{version} {text}'.encode()).hexdigest()[:12]}"
+    layouts = node.unflatten_args(list(map(_layout, node.inputs)), node.constant_args)
+    facts = f"{version} {text} {layouts}"  # one object makes calls with tensors of one layout
+    name = f"{namespace}_{op}_{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     module, _, function = binder.rpartition(".")
     wrapper.add_import_once(f"from {module} import {function} as {namespace}_{function}")
     wrapper.add_import_once(f"{name} = {namespace}_{function}({version}, {text!r})")
@@ -136,6 +138,11 @@ def _constant(value: Any) -> Any:
     if isinstance(value, (bool, int, float, str)):
         return value
     raise Unwritable
+
+
+def _layout(tensor: Any) -> str:
+    """The dtype, device, shape and strides of a tensor, as far as they are known before a call."""
+    return f"{tensor.get_dtype()} {tensor.get_device()} {list(tensor.get_size())} {list(tensor.get_stride())}"
 
 
 def _sizes(inputs: Sequence[Any], wrapper: Any) -> list[str]:

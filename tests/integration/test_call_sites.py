@@ -71,6 +71,23 @@ def test_a_call_is_bound_where_its_module_is_imported(two: None) -> None:
     assert "fused ops are called" not in str(asynctp_passes.reports()[-1])
 
 
+def unlike(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Gathers whose other arguments are alike: of one B twice, of another one, of fewer rows."""
+    group = dist.group.WORLD
+    pairs = ((x.sin(), w.t()), (x.cos(), w.t()), (x.exp(), w.t()[:, :16]), (x[:4].sin(), w.t()), (x.neg(), v[:16]))
+    return tuple(all_gather_tensor(shard, 0, group) @ b for shard, b in pairs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_object_is_for_tensors_of_one_layout(dynamic: bool, two: None) -> None:
+    """It has one plan, or one for each number of sizes that are not constant."""
+    text = lines(unlike, *tensors(), dynamic=dynamic)
+    calls = re.findall(r"= (asynctp_all_gather_matmul_\w{12})\(", text)
+    assert len(calls) == 5
+    assert len(set(calls)) == text.count("= asynctp_bind(1, ") == 4
+    assert calls[0] == calls[1]
+
+
 def test_sizes_that_are_not_constant_come_first(two: None) -> None:
     text = lines(layer, *tensors(), dynamic=True)
     calls = [line.partition(" = ")[2] for line in text.splitlines() if line.startswith("buf")]
@@ -336,6 +353,10 @@ def layers(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return x
 
 
+def joined(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([each.flatten() for each in unlike(x, w, v)])
+
+
 def chosen_rows(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     """How many there are is not known when it is compiled."""
     return layer(x[torch.arange(x.shape[0]) < 8], w, v)
@@ -353,6 +374,8 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "partitions": (layers, {"graph_partition": True}),
     "rows that are chosen": (chosen_rows, {}),
     "training": (layer, {}),
+    "unlike calls": (joined, {}),
+    "unlike calls of any size": (joined, {"dynamic": True}),
 }
 
 
@@ -365,7 +388,8 @@ def programs(rank: int, world: int) -> dict[str, tuple[bool, int]]:
         torch._dynamo.reset()
         before, right = sum(made_directly()), True
         options = {**OPTIONS, "strict": "off", **options}
-        compiled = torch.compile(function, backend="asynctp", options=options, fullgraph=True)
+        dynamic = options.pop("dynamic", None)
+        compiled = torch.compile(function, backend="asynctp", options=options, fullgraph=True, dynamic=dynamic)
         for number in range(5):
             x, w, v = tensors(9 if name == "rows that are chosen" else 8)
             x = x.abs() if number % 2 else -x.abs()

@@ -259,6 +259,33 @@ def test_a_launch_that_fails_is_told_all_again(library: Library) -> None:
     assert library.set == [(1, [*at(0)])]
 
 
+def test_an_address_that_the_driver_does_not_take_is_none_of_the_graph(library: Library) -> None:
+    """Nothing is launched, so that the call may be enqueued."""
+    graph = captured(library, lambda stream: driver.copy(BASE + 500, A, 64, stream))
+    graph.launch(1, at(0))
+    library.codes = {"cuGraphExecMemcpyNodeSetParams": 1}
+    with pytest.raises(Unedited, match="cuGraphExecMemcpyNodeSetParams: 1"):
+        graph.launch(1, at(1))
+    assert library.launched == [1]
+
+
+def test_an_interrupt_at_the_beginning_ends_the_capture(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a stream is captured, nobody can synchronize the device."""
+    call = driver.call
+
+    def interrupted(name: str, *args: Any) -> None:
+        call(name, *args)
+        if name == "cuStreamBeginCapture_v2":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        captured(library, lambda stream: library.launch(stream, [A]))
+    assert library.destroyed == ["cuGraphDestroy"]
+    assert library.mode == 0
+    driver.note(STREAM, [A])  # to nobody
+
+
 def test_an_error_of_what_is_enqueued_ends_the_capture(library: Library) -> None:
     def enqueue(stream: int) -> None:
         raise KeyError("its own")

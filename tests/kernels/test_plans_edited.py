@@ -6,7 +6,7 @@ Each call has new memory, and a launch does what it is told of that: an address 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,12 @@ import cuda_emulated
 from asynctp_kernels.cuda.plans import fused
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
+from asynctp_kernels.cuda.runtime.driver import CudaError
+from asynctp_kernels.cuda.runtime.edited import Unedited
 from cuda_stubs import (
     SMS,
     Copied,
+    Graph,
     Launched,
     Machine,
     expected_products,
@@ -317,3 +320,44 @@ def test_what_cannot_be_captured_is_enqueued_and_it_is_said_once(
     assert not here.memory.in_graph
     (said,) = caplog.messages
     assert said == "calls of one shape are enqueued each time, which takes the host longer: no room for a graph"
+
+
+def test_a_capture_that_another_thread_breaks_is_made_again(here: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """As one that synchronizes the device does, by chance; nothing is said of it."""
+    call, errors = gather_call((256,), 64, (72,), kept=True), [CudaError("cuStreamEndCapture: invalidated (901)")]
+    plan = gather_plan(call, here, "fused")
+    enqueue = plan.enqueue
+
+    def enqueued(stream: int, made: GatherTensors) -> None:
+        enqueue(stream, made)
+        if here.dry and errors:
+            raise errors.pop()
+
+    plan.enqueue = enqueued  # type: ignore[method-assign]
+    for launched in (0, 0, 1, 2):
+        plan.run(call.a_shard, None, call.bs, (), call.biases)
+        assert here.memory.launched == launched
+    assert caplog.messages == []
+
+
+def test_after_an_address_that_no_graph_takes_calls_are_enqueued(
+    here: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of memory that the driver has made in another way: the call is right, and so are those after it."""
+    call = gather_call((256,), 64, (72,), full=True, kept=True)
+    plan = gather_plan(call, here, "fused")
+    launch = Graph.launch
+
+    def refuses(graph: Graph, stream: int, addresses: Sequence[int]) -> None:
+        if here.memory.launched == 2:
+            raise Unedited("cuGraphExecMemcpyNodeSetParams: invalid argument (1)")
+        launch(graph, stream, addresses)
+
+    monkeypatch.setattr(Graph, "launch", refuses)
+    for launched in (0, 1, 2, 2, 2):
+        (out, gathered), full, _ = run_gather(call, here, plan)
+        assert torch.equal(bits(gathered), bits(full))
+        assert torch.equal(out, expected_products(call, full, None)[0])
+        assert here.memory.launched == launched
+    (said,) = caplog.messages
+    assert said.endswith("takes the host longer: cuGraphExecMemcpyNodeSetParams: invalid argument (1)")

@@ -304,12 +304,13 @@ def captured(stream: int, enqueue: Callable[[int], None]) -> Iterator[tuple[ctyp
         CudaError: Something of it cannot be captured.
     """
     graph, before = ctypes.c_void_p(), exchange_capture_mode(_CAPTURE_RELAXED)
+    noted = list[Noted]()
     try:
-        call("cuStreamBeginCapture_v2", _ref(stream), _uint(_CAPTURE_RELAXED))
-        _captures.noted = noted = list[Noted]()
         try:
+            _captures.noted = noted
+            call("cuStreamBeginCapture_v2", _ref(stream), _uint(_CAPTURE_RELAXED))
             enqueue(stream)
-        except BaseException:
+        except BaseException:  # an interrupt too: while a stream is captured, nobody can synchronize the device
             library().cuStreamEndCapture(_ref(stream), ctypes.byref(graph))  # it fails too, if the capture has
             if graph:
                 call("cuGraphDestroy", graph)

@@ -14,7 +14,8 @@ What makes that as sound as to enqueue:
 - *Copies* are edited in every call: a copy in a graph is of the memory that was at its addresses when they were last
   set, which need not be what is there now. PyTorch's allocator may have given it back meanwhile, and got other memory
   at the same place. (Launched then, a copy from another GPU was an "unspecified launch failure" on 2 x H200, CUDA 13.0,
-  2026-11-22.) Kernels know addresses only.
+  2026-11-22.) Kernels know addresses only. Where the driver refuses an edit, the plan enqueues from then on: it did so
+  with a shard in PyTorch's symmetric memory, after others (H200, torch 2.11, 2026-11-29).
 - *Order.* The copy stream and the reducer are branches of the graph, not those streams. The copy stream's waits for
   what the group has in flight (`GroupMemory.fork`), by an event that each launch looks up anew. The reducer's comes
   after that, or after gathers in flight (`land_gathers`). All else that orders calls is outside of the graph. An edit
@@ -71,6 +72,7 @@ _WORD, _MAP, _UNIT = 8, 128, 64
 #: words of CUDA_MEMCPY3D: how many, both addresses, offsets (x, y, z, level of detail); the last are rows and slices
 _COPY_WORDS, _FROM, _TO, _OFFSETS = 25, 6, 17, (0, 1, 2, 3, 11, 12, 13, 14)
 _KERNEL, _COPY = 0, 1
+TRIES = 3  # of a capture: a thread that synchronizes the device meanwhile breaks it
 _USE_NODE_PRIORITY = 8
 _set_kernel = gpu.function("cuGraphExecKernelNodeSetParams_v2", *[ctypes.c_void_p] * 3)
 _set_copy = gpu.function("cuGraphExecMemcpyNodeSetParams", *[ctypes.c_void_p] * 4)
@@ -196,10 +198,17 @@ class EditableGraph:
         gpu.call("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), graph, flags)
 
     def launch(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Enqueue it on `stream`, after earlier launches, for tensors at these addresses."""
+        """Enqueue it on `stream`, after earlier launches, for tensors at these addresses.
+
+        Raises:
+            Unedited: The driver does not take one of these addresses; nothing is enqueued.
+        """
         shown, self._shown = self._shown, ()
-        for node in self._nodes:
-            node.show(self._executable, addresses, shown)
+        try:
+            for node in self._nodes:
+                node.show(self._executable, addresses, shown)
+        except CudaError as error:
+            raise Unedited(str(error)) from error
         _launch(self._executable, stream)
         self._shown = addresses
 
@@ -275,8 +284,13 @@ class PlanGraph:
                 plan.enqueue(stream, call)
                 return
         assert self._graph is not None
-        plan.memory.launched += 1
-        self._graph.launch(stream, addresses)
+        try:
+            self._graph.launch(stream, addresses)
+        except Unedited as error:
+            self._refuse(error)
+            plan.enqueue(stream, call)
+        else:
+            plan.memory.launched += 1
 
     def _make(self, stream: int, plan: Any, call: Tensors, addresses: Sequence[int]) -> bool:
         """Capture what the plan enqueues; False if it cannot be launched so: nothing of the call has run then."""
@@ -287,8 +301,13 @@ class PlanGraph:
         try:
             self._graph = capture(memory.device, stream == memory.stream, lambda at: plan.enqueue(at, like))
         except Exception as error:
-            self._refused = True
-            log.warning("calls of one shape are enqueued each time, which takes the host longer: %s", error)
+            if type(error) is not CudaError or self._calls > TRIES:
+                self._refuse(error)
         finally:
             memory.in_graph = False
         return self._graph is not None
+
+    def _refuse(self, error: Exception) -> None:
+        """Have all calls enqueued from now on."""
+        self._graph, self._refused = None, True
+        log.warning("calls of one shape are enqueued each time, which takes the host longer: %s", error)
