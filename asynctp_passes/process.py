@@ -18,7 +18,8 @@ from types import TracebackType
 
 from asynctp_passes.backend import AsyncTPPass, compile_graph, own_passes, runs_passes, with_passes
 from asynctp_passes.config import Config, ConfigError
-from asynctp_passes.torch_private import dynamo, inductor_compile
+from asynctp_passes.reporting.strictness import judge_uncompiled
+from asynctp_passes.torch_private import dynamo, inductor_compile, uncompiled
 
 __all__ = ["Enabled", "disable", "enable"]
 
@@ -96,7 +97,8 @@ def enable(config: Config | None = None) -> Enabled:
             _leave_alone,
             lambda: bool(own_passes()),
         )
-        _current = _Current(config, end)
+        deaf = uncompiled.listen(lambda found: judge_uncompiled(found, config) if found.compiler.is_inductor else None)
+        _current = _Current(config, lambda: (end(), deaf()))
     log.info("asynctp: enabled in all that Inductor compiles in this process")
     if compiled := dynamo.functions_with_graphs():
         more = f" and {len(compiled) - _NAMED} more" if len(compiled) > _NAMED else ""
