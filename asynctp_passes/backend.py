@@ -37,7 +37,7 @@ from asynctp_passes.reporting.internal import FORESEEN, contained, sources_diges
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import judge_uncompiled, raise_if_strict_across
-from asynctp_passes.reporting.torch_notes import OPAQUE, from_another_process, hidden_calls
+from asynctp_passes.reporting.torch_notes import from_another_process, hidden_calls
 from asynctp_passes.torch_private import (
     dynamo,
     inductor_compile,
@@ -108,7 +108,7 @@ def require(fused: int = 0, missed: int = 0) -> None:
 
     Args:
         fused: Chains of this process that must be fused at least, counted as `summary` does.
-        missed: Chains that may be missed at most.
+        missed: Chains that may be missed at most. A function that torch fails to compile counts as one.
 
     Raises:
         ExpectError: Fewer are fused, more are missed, or asynctp itself failed; the message is the picture.
@@ -647,7 +647,7 @@ def _or_warn(option: str, place: str) -> Iterator[None]:
 
 def _log(report: Report) -> None:
     for note in report.notes:
-        level = logging.INFO if note.startswith(OPAQUE) else logging.WARNING
+        level = logging.INFO if note.informs else logging.WARNING
         log.log(level, "asynctp: %s (%s): %s", report.graph, report.phase, note)
     for remark in report.remarks:
         log.log(logging.WARNING if remark.outcome == "MISSED" else logging.INFO, "asynctp: %s", remark)

@@ -11,6 +11,7 @@ from torch import fx
 from asynctp_passes.config import Config
 from asynctp_passes.errors import ExpectError, StrictError
 from asynctp_passes.reasons import INTERNAL_ERROR
+from asynctp_passes.reporting.internal import contained
 from asynctp_passes.reporting.picture import picture
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.torch_private import dynamo, inductor_compile, process_groups
@@ -65,6 +66,7 @@ def raise_if_strict_across(report: Report, config: Config, elsewhere: int) -> No
     _raise_if(report, report, config, max(here, elsewhere))
 
 
+@contained("judge a function that torch fails to compile")
 def judge_uncompiled(found: Uncompiled, config: Config) -> None:
     """Raise what `config.strict` and `config.expect` ask for where torch fails to compile a function; else warn once.
 
