@@ -74,8 +74,8 @@ class Config:
             They are kept as names, so a Config never holds a process group.
         strict: `"off"` never raises. `"zero"` (default) raises when a graph has chains in scope and not one
             was fused. `"all"` raises on any MISSED chain, and where torch fails to compile a function with tensors.
-        expect: Minimum number of fused chains in each graph that has chains in scope; fewer raise, and so does a
-            function with tensors that torch fails to compile.
+        expect: Minimum number of fused chains in each graph that has chains in scope; fewer raise. So does a function
+            with tensors that torch fails to compile.
         min_bytes: Chains whose collective moves fewer bytes per rank are SKIPPED. Default 0: none.
         min_flops: Chains whose matmuls do fewer floating-point operations per rank are SKIPPED. Default 0.
         skip: Names of steps to leave out (`STEPS`), one or several, as to find which one a fault comes from.

@@ -135,7 +135,7 @@ NoteKind = Literal["breaks", "opaque", "bits", "torch", "ranks", "calls"]
 
 @dataclass(frozen=True)
 class Note:
-    """What else should be known of a graph.
+    """A sentence on a graph that its remarks do not say.
 
     Attributes:
         kind: `"breaks"`: torch broke graphs of this process. `"opaque"`: ops that may communicate. `"bits"`: they may
@@ -155,6 +155,10 @@ class Note:
     def __str__(self) -> str:
         """The text."""
         return self.text
+
+    def __contains__(self, words: str) -> bool:
+        """Whether the text has these words."""
+        return words in self.text
 
 
 @dataclass(frozen=True)

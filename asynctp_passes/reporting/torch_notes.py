@@ -76,7 +76,7 @@ _VARIANT = (
 
 
 def notes(graph: fx.Graph, phase: str, fuses: bool = False) -> tuple[Note, ...]:
-    """What the remarks of a graph do not say; of most graphs, nothing. fuses: It has a fused chain."""
+    """The notes on a graph; most graphs have none. fuses: It has a fused chain."""
     found = [Note("breaks", hidden_calls()), Note("opaque", _opaque(graph))]
     if fuses and inductor_options.is_on("batch_invariant"):
         found.append(Note("bits", _VARIANT))

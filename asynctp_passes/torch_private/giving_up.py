@@ -97,7 +97,7 @@ def _frame_on_stack() -> _Frame | None:
 
 
 def callback_on_stack() -> FrameType | None:
-    """The call of Dynamo's callback for a frame that is under way in this thread: its locals have `self` and `frame`."""
+    """The call of Dynamo's callback for a frame, under way in this thread: its locals have `self` and `frame`."""
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
     frame: FrameType | None = sys._getframe()
@@ -165,7 +165,7 @@ def _noted_by(callback: Any) -> MutableMapping[CodeType, _Noted]:
 
 
 def compiler_of(callback: Any) -> Any:
-    """What `torch.compile` made of a backend and its options, out of Dynamo's callback for frames."""
+    """The backend with its options, as `torch.compile` wrapped them, out of Dynamo's callback for frames."""
     compiler = callback
     while hasattr(compiler, "_torchdynamo_orig_backend"):
         compiler = compiler._torchdynamo_orig_backend

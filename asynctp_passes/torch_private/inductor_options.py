@@ -37,9 +37,9 @@ def is_on(name: str) -> bool:
 
 
 def misreads_lists_of_one() -> bool:
-    """Whether `cpp_wrapper` calls ops of asynctp's and takes a list of one result for the result, which ends the process.
+    """Whether `cpp_wrapper` calls ops of asynctp's, and takes a list of one result for the result: the process crashes.
 
-    It is so on torch 2.11; later ones refuse an op that takes `Any`.
+    It is so on torch 2.11. Later ones call no op that takes `Any`.
     """
     return is_on("cpp_wrapper") and process_groups.schema_type() == "str"
 

@@ -1,7 +1,7 @@
 """Functions that Dynamo fails to compile: it says nothing, and they run as they are written, wholly or from a line on.
 
-Such a failure passes `format_error_msg`, which writes its entry in Dynamo's log. A function of which the beginning alone
-is compiled, since Dynamo cannot resume after a graph break in the rest, passes `step_graph_break`.
+Such a failure passes `format_error_msg`, which writes its entry in Dynamo's log. A function of which the beginning
+alone is compiled, since Dynamo cannot resume after a graph break in the rest, passes `step_graph_break`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 @dataclass(frozen=True)
 class Compiler:
-    """What was to compile a function.
+    """A backend that was to compile a function.
 
     Attributes:
         function: The backend, without what torch wraps it in; of Inductor, its wrapper.
@@ -77,14 +77,15 @@ def _install() -> None:
     from torch._dynamo import convert_frame, symbolic_convert
     from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
 
+    frames: Any = convert_frame
     translator: Any = symbolic_convert.InstructionTranslatorBase
-    format_error_msg = getattr(convert_frame, "format_error_msg", None)
+    format_error_msg = getattr(frames, "format_error_msg", None)
     step_graph_break = getattr(translator, "step_graph_break", None)
     if format_error_msg is None or step_graph_break is None:
         return
 
     @functools.wraps(format_error_msg)
-    def failed(error: Exception, *args: Any, **kwargs: Any) -> str:
+    def failed(error: Exception, *args: Any, **kwargs: Any) -> Any:
         at_limit = getattr(error, "frame_exec_strategy", None) is not None  # torch itself warns of limits
         if isinstance(error, Unsupported | UserError) and not at_limit:
             stack = getattr(error, "real_stack", None)
@@ -99,7 +100,7 @@ def _install() -> None:
             raise BackendCompilerFailed(self.output.compiler_fn, error, None) from error
         return step_graph_break(self, continue_inst)
 
-    convert_frame.format_error_msg = failed
+    frames.format_error_msg = failed
     translator.step_graph_break = stepped
 
 
@@ -132,7 +133,7 @@ def _matters(call: FrameType) -> bool:
     if frame.f_code.co_flags & _GENERATORS and not is_given:
         return False
     values: Any = SimpleNamespace(f_code=_WITHOUT_NAMES, f_globals={}, f_locals=frame.f_locals)
-    return has_tensor_in_frame(values)  # of a frame that names torch it is true, too
+    return bool(has_tensor_in_frame(values))  # of a frame that names torch it is true, too
 
 
 def _unwrapped(compiler: Any) -> Compiler:

@@ -451,7 +451,9 @@ def test_cpp_wrapper_takes_what_it_takes_of_inductor(kind: str, mesh: DeviceMesh
         try:
             got = torch.compile(program, backend=name, options={"cpp_wrapper": True})(torch.ones(4, 16))
             told.append(str(got.shape))
-            assert kind == "scatter" or torch.equal(got, torch.full_like(got, 16.0))  # what a fake scatter sends is not set
+            assert kind == "scatter" or torch.equal(
+                got, torch.full_like(got, 16.0)
+            )  # what a fake scatter sends is not set
         except torch._inductor.exc.InductorError as error:
             told.append(str(error.inner_exception if hasattr(error, "inner_exception") else error))
     assert told[1] == ("arg type Any is not yet supported by custom_op_wrapper" if NEWER_THAN_2_11 else told[0])

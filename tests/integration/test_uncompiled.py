@@ -175,9 +175,9 @@ def resumed(x: Tensor) -> Out:
 def with_generators(values: list[Tensor]) -> tuple[Any, ...]:
     torch._dynamo.graph_break()
     doubled = [value * 2 for value in values]
-    named = {number: value for number, value in enumerate(doubled)}
+    named = {number: value + 1 for number, value in enumerate(doubled)}
     longest = max(len(value) for value in values)
-    return sum(value.sum() for value in values), longest, named, list(map(lambda value: value + values[0], values))
+    return sum(value.sum() for value in values), longest, named, list(map(torch.neg, values))
 
 
 def with_contexts(x: Tensor) -> Tensor:

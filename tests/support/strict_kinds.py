@@ -223,7 +223,10 @@ KINDS = {
         ("WARNING", "torch cannot resume"),
     ),
     "turned off": Kind(
-        "`torch.compile` turned off, as by `torch.compiler.set_stance`", "nothing", {"require": ExpectError}, _turned_off
+        "`torch.compile` turned off, as by `torch.compiler.set_stance`",
+        "nothing",
+        {"require": ExpectError},
+        _turned_off,
     ),
     "given up": Kind(
         "A compiled function that Dynamo gives up on some ranks",

@@ -297,7 +297,9 @@ def test_the_page_shows_what_is_printed() -> None:
 
 # --- for an issue ------------------------------------------------------------------------------------------------
 def a_report(graph: str, **changes: Any) -> Report:
-    return Report(graph, "forward", (), torch_version="2.13.1", notes=(Note("torch", "at /home/ada/net/model.py:12"),), **changes)
+    return Report(
+        graph, "forward", (), torch_version="2.13.1", notes=(Note("torch", "at /home/ada/net/model.py:12"),), **changes
+    )
 
 
 def test_what_an_issue_needs() -> None:
