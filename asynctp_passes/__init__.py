@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from asynctp_passes.pipeline import run
     from asynctp_passes.process import disable, enable
     from asynctp_passes.reporting.picture import Summary
-    from asynctp_passes.reporting.report import Bucketed, Remark, Report
+    from asynctp_passes.reporting.report import Bucketed, Note, Remark, Report
 
 __version__ = "0.2.0"
 
@@ -54,6 +54,7 @@ __all__ = [
     "ExpectError",
     "GroupError",
     "MatmulOp",
+    "Note",
     "RegistryError",
     "Remark",
     "RematerializePartitioner",
@@ -101,7 +102,7 @@ _HOMES = {
     "process": ("disable", "enable"),
     "errors": ("AsyncTPError", "DisagreementError", "ExpectError", "GroupError", "StrictError"),
     "reporting.picture": ("Summary",),
-    "reporting.report": ("Bucketed", "Remark", "Report"),
+    "reporting.report": ("Bucketed", "Note", "Remark", "Report"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 """The modules of names that are imported once they are needed: most take torch, the backend its compiler too."""

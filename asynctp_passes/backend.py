@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ from asynctp_passes.reporting.across import cut_chains, forget, remembering
 from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
-from asynctp_passes.reporting.strictness import raise_if_strict_across
-from asynctp_passes.reporting.torch_notes import OPAQUE, from_another_process, hidden_calls
+from asynctp_passes.reporting.strictness import judge_uncompiled, raise_if_strict_across
+from asynctp_passes.reporting.torch_notes import from_another_process, hidden_calls
 from asynctp_passes.torch_private import (
     dynamo,
     inductor_compile,
@@ -45,6 +45,7 @@ from asynctp_passes.torch_private import (
     partitioner,
     process_groups,
     tensor_storage,
+    uncompiled,
 )
 
 __all__ = [
@@ -107,7 +108,7 @@ def require(fused: int = 0, missed: int = 0) -> None:
 
     Args:
         fused: Chains of this process that must be fused at least, counted as `summary` does.
-        missed: Chains that may be missed at most.
+        missed: Chains that may be missed at most. A function that torch fails to compile counts as one.
 
     Raises:
         ExpectError: Fewer are fused, more are missed, or asynctp itself failed; the message is the picture.
@@ -400,6 +401,23 @@ def compile_graph(
 asynctp.reset = inductor_compile.reset_cudagraphs  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
+def _judge_uncompiled(found: uncompiled.Uncompiled) -> None:
+    """Judge a function that Dynamo fails to compile for this backend, or for Inductor with passes of asynctp's.
+
+    Raises:
+        StrictError, ExpectError: As `judge_uncompiled`.
+        ConfigError: An option is neither a field of Config nor an Inductor option, or has a bad value.
+    """
+    if found.compiler.function is asynctp:
+        config, _ = split_options(dict(found.compiler.options))
+        judge_uncompiled(found, config)
+    elif found.compiler.is_inductor and (passes := own_passes(found.compiler.options)):
+        judge_uncompiled(found, passes[0].config)
+
+
+uncompiled.listen(_judge_uncompiled)  # torch imports this module when it looks the backend up, before it compiles
+
+
 def split_options(options: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     """Our options as a Config, and Inductor's as they are; `-` in a name stands for `_`, as torch.compile allows.
 
@@ -459,9 +477,10 @@ def runs_passes(patches: dict[str, Any]) -> bool:
     return bool(patches.get(_PASSES_OPTION, inductor_options.current(_PASSES_OPTION)))
 
 
-def own_passes() -> list[_OwnPass]:
-    """The passes of asynctp's among Inductor's options of this process."""
-    present = (inductor_options.current(name) for name in (_PASS_OPTION, _JOINT_PASS_OPTION, _PARTITIONER_OPTION))
+def own_passes(patches: Mapping[str, Any] | None = None) -> list[_OwnPass]:
+    """The passes of asynctp's among Inductor's options: those of a compile, given by `patches`, else of the process."""
+    names, given = (_PASS_OPTION, _JOINT_PASS_OPTION, _PARTITIONER_OPTION), patches or {}
+    present = (given.get(name, inductor_options.current(name)) for name in names)
     return [step for passes in present for step in _steps(passes) if isinstance(step, _OwnPass)]
 
 
@@ -628,7 +647,7 @@ def _or_warn(option: str, place: str) -> Iterator[None]:
 
 def _log(report: Report) -> None:
     for note in report.notes:
-        level = logging.INFO if note.startswith(OPAQUE) else logging.WARNING
+        level = logging.INFO if note.informs else logging.WARNING
         log.log(level, "asynctp: %s (%s): %s", report.graph, report.phase, note)
     for remark in report.remarks:
         log.log(logging.WARNING if remark.outcome == "MISSED" else logging.INFO, "asynctp: %s", remark)

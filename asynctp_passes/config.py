@@ -73,8 +73,9 @@ class Config:
             matmul→all-reduce chain), or the enrolled groups: names, ProcessGroups or one-dimensional DeviceMeshes.
             They are kept as names, so a Config never holds a process group.
         strict: `"off"` never raises. `"zero"` (default) raises when a graph has chains in scope and not one
-            was fused. `"all"` raises on any MISSED chain.
-        expect: Minimum number of fused chains in each graph that has chains in scope; fewer raise.
+            was fused. `"all"` raises on any MISSED chain, and where torch fails to compile a function with tensors.
+        expect: Minimum number of fused chains in each graph that has chains in scope; fewer raise. So does a function
+            with tensors that torch fails to compile.
         min_bytes: Chains whose collective moves fewer bytes per rank are SKIPPED. Default 0: none.
         min_flops: Chains whose matmuls do fewer floating-point operations per rank are SKIPPED. Default 0.
         skip: Names of steps to leave out (`STEPS`), one or several, as to find which one a fault comes from.
@@ -85,7 +86,7 @@ class Config:
             in place of several. When compiling, ranks ask one another: what one does not do, none does. Without it,
             ranks may compile whatever they like, whenever they like.
         direct: Let the code that Inductor generates call the fused ops without torch's dispatcher, once it has called
-            them: the host takes less time. Else, and where that cannot be (the report says why), calls go by
+            them: the host takes less time. Else, and where that cannot be (a note of the report says why), calls go by
             `torch.ops`.
         log: Log an entry per collective (MISSED as warning, the others as info).
         trace: Emit each report as a structured-trace artifact, which tlparse shows.

@@ -18,7 +18,8 @@ from types import TracebackType
 
 from asynctp_passes.backend import AsyncTPPass, compile_graph, own_passes, runs_passes, with_passes
 from asynctp_passes.config import Config, ConfigError
-from asynctp_passes.torch_private import dynamo, inductor_compile
+from asynctp_passes.reporting.strictness import judge_uncompiled
+from asynctp_passes.torch_private import dynamo, inductor_compile, uncompiled
 
 __all__ = ["Enabled", "disable", "enable"]
 
@@ -34,7 +35,7 @@ _current: _Current | None = None
 @dataclass(frozen=True)
 class _Current:
     config: Config
-    end: Callable[[], None]
+    ends: tuple[Callable[[], None], ...]
 
 
 class Enabled:
@@ -96,7 +97,10 @@ def enable(config: Config | None = None) -> Enabled:
             _leave_alone,
             lambda: bool(own_passes()),
         )
-        _current = _Current(config, end)
+        deafen = uncompiled.listen(
+            lambda found: judge_uncompiled(found, config) if found.compiler.is_inductor else None
+        )
+        _current = _Current(config, (end, deafen))
     log.info("asynctp: enabled in all that Inductor compiles in this process")
     if compiled := dynamo.functions_with_graphs():
         more = f" and {len(compiled) - _NAMED} more" if len(compiled) > _NAMED else ""
@@ -113,7 +117,8 @@ def disable() -> None:
     global _current
     with _lock:
         if _current is not None:
-            _current.end()
+            for end in _current.ends:
+                end()
         _current = None
 
 

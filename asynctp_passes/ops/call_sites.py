@@ -44,20 +44,21 @@ def mark(graph: fx.Graph, groups: Sequence[object], direct: bool) -> str:
     groups: Of the fused ops, as the graph gives them: names, or nodes for objects.
 
     Returns:
-        How they are called, in words; nothing where there are none, or no code is generated.
+        Why they are called by `torch.ops` all the same; empty where nothing keeps them from being bound, where that was
+        not asked for, or where there are no calls of them.
     """
-    if not groups or not inductor_order.is_compiled(graph):
+    if not direct or not groups or not inductor_order.is_compiled(graph):
         return ""
     ops = [getattr(torch.ops.asynctp, name).default for name in OPS]
-    reason = "direct=False" if not direct else inductor_calls.hindrance()
+    reason = inductor_calls.hindrance()
     if reason is None and not all(isinstance(group, str) for group in groups):
         reason = "process groups are inputs of the graph"
     if reason is None and not inductor_calls.write_calls(ops, f"{__name__}.bind", VERSION):
         reason = f"Inductor of torch {torch.__version__} has no lines of an op's own"
     if reason is not None:
-        return f"by torch.ops ({reason})"
+        return reason
     inductor_calls.mark(graph)
-    return "directly"
+    return ""
 
 
 def bind(version: int, text: str) -> Callable[..., Any]:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from asynctp_passes.torch_private import process_groups
+
 __all__ = ["OPS", "SCALES", "SIGNATURES", "Call", "GatherCall", "ReduceCall", "Signature", "signature"]
 
 
@@ -150,7 +152,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     int: "int",
     int | None: "int",  # an all-reduce does not have it, and a reduce-scatter always
     str: "str",
-    Any: "Any",
+    Any: process_groups.schema_type(),
 }
 _VALUES = {torch.dtype | None, bool | None, bool, int, int | None, str}
 

@@ -36,14 +36,15 @@ from asynctp_passes.torch_private import process_groups, torch_ops
 __all__ = ["OPS", "all_gather", "all_reduce", "reduce_scatter"]
 
 ALL_REDUCE_OPS = (*REDUCE_OPS, *EXTREMES)
+_GROUP = f"{process_groups.schema_type()} group_name"
 OPS = {
     "all_gather": (
-        "(Tensor shard, int group_size, Any group_name, *, bool copy=True, bool all_keep=True, int accord=0) -> Tensor"
+        f"(Tensor shard, int group_size, {_GROUP}, *, bool copy=True, bool all_keep=True, int accord=0) -> Tensor"
     ),
     "reduce_scatter": (
-        "(Tensor whole, str reduce_op, int group_size, Any group_name, *, bool copy=True, int accord=0) -> Tensor"
+        f"(Tensor whole, str reduce_op, int group_size, {_GROUP}, *, bool copy=True, int accord=0) -> Tensor"
     ),
-    "all_reduce": "(Tensor input, str reduce_op, Any group_name, *, int accord=0) -> Tensor",
+    "all_reduce": f"(Tensor input, str reduce_op, {_GROUP}, *, int accord=0) -> Tensor",
     "wait": "(Tensor(a) result, Tensor source) -> Tensor(a)",
 }
 

@@ -226,7 +226,8 @@ def _no_gradient(ctx: Any, *grads: Any) -> None:
 def _register() -> Any:
     """Define the op. It lives as long as the returned library does."""
     library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
-    library.define("run_check(Tensor beside, int accord, int count, Any group_name) -> Tensor")
+    group = f"{process_groups.schema_type()} group_name"
+    library.define(f"run_check(Tensor beside, int accord, int count, {group}) -> Tensor")
     register(library, "run_check", _real, _fake, _no_gradient)
     return library
 

@@ -26,7 +26,7 @@ from asynctp_passes.planning.legality import is_named_for_data
 from asynctp_passes.planning.plan import Plan, outcome_of, untouched
 from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting import internal, torch_notes
-from asynctp_passes.reporting.report import Bucketed, Remark, Report
+from asynctp_passes.reporting.report import Bucketed, Note, Remark, Report
 from asynctp_passes.torch_private import dynamo
 
 __all__ = ["report_of", "report_of_failure", "with_calls"]
@@ -57,7 +57,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
     )
     why = "since ranks differ" if config.deviate else "as the options ask"
     reasons = (reason for answer in answers.values() for reason in answer.refused.values())
-    ranks_differ = [f"not done, {why}: {reason}" for reason in dict.fromkeys(reasons)]
+    ranks_differ = [Note("ranks", f"not done, {why}: {reason}") for reason in dict.fromkeys(reasons)]
     return Report(
         graph=dynamo.compile_name(),
         phase=phase,
@@ -252,10 +252,15 @@ def _amount(whole: fx.Node, ranks: int) -> str:
     return describe(whole) + ("" if count is None else f" ({count} bytes)")
 
 
-def with_calls(report: Report, calls: Mapping[str, Mapping[str, Any]], called: str) -> Report:
-    """The report with what the fused ops are called with, by the name of the collective that each replaced, and how."""
+def with_calls(report: Report, calls: Mapping[str, Mapping[str, Any]], by_torch: str) -> Report:
+    """The report with what the fused ops are called with, by the name of the collective that each replaced, and how.
+
+    by_torch: Why the generated code calls them by `torch.ops`, as `call_sites.mark` has it.
+    """
     remarks = tuple(_with_call(remark, calls.get(remark.collective, {})) for remark in report.remarks)
-    return dataclasses.replace(report, remarks=remarks, called=called)
+    told = f"fused ops are called by torch.ops ({by_torch}), which takes the host longer"
+    how = [Note("calls", told)] if by_torch else []
+    return dataclasses.replace(report, remarks=remarks, notes=(*report.notes, *how))
 
 
 def _with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:

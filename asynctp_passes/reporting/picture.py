@@ -39,6 +39,7 @@ class Summary:
         graphs: Graphs that were compiled, or taken from Inductor's cache, with and without collectives.
         from_cache: Those of them that Inductor took from its cache.
         breaks: Why torch broke graphs, a text for each time, with the place where torch says it.
+        uncompiled: Functions with tensors that torch failed to compile, and why. They run as they are written.
         modules: Chains and collectives by path of their module: outcome and number; "" where no module is known.
         misses: The remarks of the missed chains.
         internal_errors: Errors of asynctp itself.
@@ -53,6 +54,7 @@ class Summary:
     graphs: int = 0
     from_cache: int = 0
     breaks: tuple[str, ...] = ()
+    uncompiled: dict[str, str] = field(default_factory=dict)
     modules: dict[str, dict[str, int]] = field(default_factory=dict)
     misses: tuple[Remark, ...] = ()
     internal_errors: tuple[str, ...] = ()
@@ -74,21 +76,23 @@ class Summary:
             lines.append(f"called {op}: {', '.join(f'{count} {name}' for name, count in counts.items())}")
         lines += [str(remark) for remark in self.misses]
         lines += [f"! INTERNAL ERROR: {error}" for error in self.internal_errors]
+        lines += [f"! NOT COMPILED {name}: {reason}" for name, reason in self.uncompiled.items()]
         lines += [f"graph break: {_first_line(text)}" for text in self.breaks[:_SHOWN]]
         if len(self.breaks) > _SHOWN:
             lines.append(f"graph break: {len(self.breaks) - _SHOWN} more (TORCH_LOGS=graph_breaks)")
         return "\n".join(lines)
 
     def require(self, fused: int, missed: int) -> None:
-        """Raise if fewer chains are fused or more are missed than that.
+        """Raise if fewer chains are fused or more are missed than that; an uncompiled function counts as one missed.
 
         Raises:
             ExpectError: It is so; the message is the picture.
         """
-        if self.fused < fused or self.missed > missed or self.internal_errors:
+        if self.fused < fused or self.missed + len(self.uncompiled) > missed or self.internal_errors:
+            functions = f", and {_many(len(self.uncompiled), 'function')} not compiled" if self.uncompiled else ""
             raise ExpectError(
-                f"asynctp: {self.fused} chains are fused and {self.missed} missed in this process; at least {fused} "
-                f"must be fused, and at most {missed} missed.\n{self}"
+                f"asynctp: {self.fused} chains are fused and {self.missed} missed in this process{functions}; at least "
+                f"{fused} must be fused, and at most {missed} missed.\n{self}"
             )
 
 
@@ -129,6 +133,7 @@ class Picture:
             self._compiles: dict[_Key, dict[int, _Compile]] = {}
             self._apart = itertools.count(-1, -1)
             self._names: dict[str, str] = {}
+            self._uncompiled: dict[str, str] = {}
             self._graphs = self._from_cache = self._functions = self._multiplying = 0
             self._warned = self._distributed = False
             self._before = dynamo.compiled_functions()
@@ -171,6 +176,13 @@ class Picture:
             one.reports.append(report)
             one.ended = raised
 
+    def note_uncompiled(self, function: str, reason: str) -> bool:
+        """Torch failed to compile a function. Returns whether that is new."""
+        with self._lock:
+            is_new = function not in self._uncompiled
+            self._uncompiled.setdefault(function, reason)
+        return is_new
+
     def earlier(self, phase: str) -> list[Report]:
         """The reports that the compile under way has so far, of graphs of one phase."""
         under_way = dynamo.compile_under_way()
@@ -191,6 +203,7 @@ class Picture:
         """The picture as it is now."""
         with self._lock:
             reports, graphs, cached = self._worst(), self._graphs, self._from_cache
+            uncompiled = dict(self._uncompiled)
         remarks = [remark for report in reports for remark in report.remarks]
         counts = Counter(remark.outcome for remark in remarks)
         return Summary(
@@ -201,6 +214,7 @@ class Picture:
             graphs=graphs,
             from_cache=cached,
             breaks=tuple(dynamo.graph_breaks()),
+            uncompiled=uncompiled,
             modules=_by_module(remarks),
             misses=tuple(remark for remark in remarks if remark.outcome == "MISSED"),
             internal_errors=tuple(error for report in reports for error in report.internal_errors),

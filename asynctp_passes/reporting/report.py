@@ -11,13 +11,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from asynctp_passes.ir.records import Crossing, Question
 from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting.typed_json import read
 
-__all__ = ["SCHEMA", "Bucketed", "Outcome", "Remark", "Report"]
+__all__ = ["SCHEMA", "Bucketed", "Note", "NoteKind", "Outcome", "Remark", "Report"]
 
 SCHEMA = 3
 """Version of the JSON that `Report.to_json` writes, its field `schema`; no other one is read."""
@@ -130,6 +130,37 @@ class Bucketed:
         return _bucketed_text(self)
 
 
+NoteKind = Literal["breaks", "opaque", "bits", "torch", "ranks", "calls"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A sentence on a graph that its remarks do not say.
+
+    Attributes:
+        kind: `"breaks"`: torch broke graphs of this process. `"opaque"`: ops that may communicate. `"bits"`: they may
+            depend on the number of rows. `"torch"`: a bug of this torch. `"ranks"`: what is left out since a rank does
+            not do it. `"calls"`: why the generated code does not call the fused ops directly.
+        text: The note.
+    """
+
+    kind: NoteKind
+    text: str
+
+    @property
+    def informs(self) -> bool:
+        """Whether it is for information, and no warning."""
+        return self.kind in ("opaque", "calls")
+
+    def __str__(self) -> str:
+        """The text."""
+        return self.text
+
+    def __contains__(self, words: str) -> bool:
+        """Whether the text has these words."""
+        return words in self.text
+
+
 @dataclass(frozen=True)
 class Report:
     """A report of one graph: the outcome of each of its collectives.
@@ -145,13 +176,10 @@ class Report:
             compile that filled the cache.
         buckets: Sets of small all-reduces that became one each.
         questions: What the ranks of each group that communicates in the graph were asked, and what they do.
-        notes: What else should be known: bugs of this torch that the graph meets, and what is left out since a rank
-            does not do it.
+        notes: What else should be known.
         internal_errors: Errors of asynctp itself (`ATP901`), because of which the graph stayed as it was.
         matmuls: How many matmuls the graph has, whether a collective is next to them or not.
         crossings: Its results and inputs that may be halves of chains which lie in two graphs.
-        called: How the generated code calls the fused ops: `"directly"`, or `"by torch.ops (why)"`, which takes the
-            host longer. Empty where there are none, or no code is generated.
     """
 
     graph: str
@@ -163,11 +191,10 @@ class Report:
     from_cache: bool = False
     buckets: tuple[Bucketed, ...] = ()
     questions: tuple[Question, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     internal_errors: tuple[str, ...] = ()
     matmuls: int = 0
     crossings: tuple[Crossing, ...] = ()
-    called: str = ""
 
     @property
     def fused(self) -> tuple[Remark, ...]:
@@ -322,9 +349,7 @@ def _report_text(report: Report) -> str:
     for error in report.internal_errors:
         lines += _wrapped(f"{_MARKS['MISSED']} INTERNAL ERROR: ", error)
     for note in report.notes:
-        lines += _wrapped("note: ", note)
-    if report.called not in ("", "directly") and "direct=False" not in report.called:  # what is asked for is no news
-        lines += _wrapped("", f"note: fused ops are called {report.called}, which takes the host longer")
+        lines += _wrapped("note: ", note.text)
     if any(remark.implementation == _SEQUENTIAL for remark in report.fused):
         lines += _wrapped("", _NOTHING_OVERLAPS)
     return "\n".join(lines)

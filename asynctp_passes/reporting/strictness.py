@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 
 from torch import fx
@@ -10,11 +11,15 @@ from torch import fx
 from asynctp_passes.config import Config
 from asynctp_passes.errors import ExpectError, StrictError
 from asynctp_passes.reasons import INTERNAL_ERROR
+from asynctp_passes.reporting.internal import contained
 from asynctp_passes.reporting.picture import picture
 from asynctp_passes.reporting.report import Report
-from asynctp_passes.torch_private import dynamo, inductor_compile
+from asynctp_passes.torch_private import dynamo, inductor_compile, process_groups
+from asynctp_passes.torch_private.uncompiled import Uncompiled
 
-__all__ = ["raise_if_strict", "raise_if_strict_across"]
+__all__ = ["judge_uncompiled", "raise_if_strict", "raise_if_strict_across"]
+
+log = logging.getLogger(__name__)
 
 _parts: weakref.WeakKeyDictionary[fx.GraphModule, dict[fx.Graph, Report]] = weakref.WeakKeyDictionary()
 """The reports of a graph's subgraphs and its own, by the graph that Inductor compiles."""
@@ -59,6 +64,36 @@ def raise_if_strict_across(report: Report, config: Config, elsewhere: int) -> No
     """The same for a report of chains that lie in two graphs; elsewhere: chains that are fused in these graphs."""
     here = sum(len(one.fused) for one in picture.earlier(report.phase))
     _raise_if(report, report, config, max(here, elsewhere))
+
+
+@contained("judge a function that torch fails to compile")
+def judge_uncompiled(found: Uncompiled, config: Config) -> None:
+    """Raise what `config.strict` and `config.expect` ask for where torch fails to compile a function; else warn once.
+
+    Nothing is said in a process without peers.
+
+    Args:
+        found: The function.
+        config: The configuration of its compile.
+
+    Raises:
+        StrictError: `strict="all"`.
+        ExpectError: `expect` is not 0.
+    """
+    if not process_groups.has_peers():
+        return
+    is_new = picture.note_uncompiled(found.name, found.reason)
+    told = f"torch fails to compile {found.name}, and what is not compiled is not fused ({found.reason})"
+    remedy = (
+        "change what is named there, or mark a function that neither multiplies nor communicates with "
+        "torch.compiler.disable; TORCH_LOGS=graph_breaks has more"
+    )
+    if config.strict == "all" and not found.is_judged:
+        raise StrictError(f'asynctp: {told}; strict="all" does not allow that. Remedy: {remedy}')
+    if config.expect and not found.is_judged:
+        raise ExpectError(f"asynctp: {told}; expect={config.expect} asks for chains. Remedy: {remedy}")
+    if is_new:
+        log.warning("asynctp: %s. Remedy: %s", told, remedy)
 
 
 def _raise_if(judged: Report, own: Report, config: Config, elsewhere: int, earlier: int = 0) -> None:

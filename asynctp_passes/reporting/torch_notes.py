@@ -12,18 +12,13 @@ from torch import fx
 
 from asynctp_passes.ir.nodes import tensor_of
 from asynctp_passes.ir.order import opaque_ops
+from asynctp_passes.reporting.report import Note
 from asynctp_passes.torch_private import dynamo, inductor_options, process_groups
 
-__all__ = ["OPAQUE", "from_another_process", "hidden_calls", "notes"]
-
-_BROKE = "torch broke a graph at "
-"""How the note on breaks of graphs begins."""
+__all__ = ["from_another_process", "hidden_calls", "notes"]
 
 _NAMED = 8
 """How many ops a note names."""
-
-OPAQUE = "nothing tells whether these ops communicate"
-"""How the note on ops that may communicate begins: it is for information."""
 
 _GATHER_HELPER = "_maybe_view_chunk_cat"
 """What `all_gather_tensor` calls for a dimension but the first; dynamo of torch 2.11 and 2.12 does not trace it."""
@@ -80,14 +75,14 @@ _VARIANT = (
 )
 
 
-def notes(graph: fx.Graph, phase: str, fuses: bool = False) -> tuple[str, ...]:
-    """Sentences about a graph that its remarks do not say; most graphs have none. fuses: It has a fused chain."""
-    found = [hidden_calls(), _opaque(graph)]
+def notes(graph: fx.Graph, phase: str, fuses: bool = False) -> tuple[Note, ...]:
+    """The notes on a graph; most graphs have none. fuses: It has a fused chain."""
+    found = [Note("breaks", hidden_calls()), Note("opaque", _opaque(graph))]
     if fuses and inductor_options.is_on("batch_invariant"):
-        found.append(_VARIANT)
+        found.append(Note("bits", _VARIANT))
     if phase == "forward":
-        found.append(_checkpoint_of_dtensors(graph, str(torch.__version__)))
-    return tuple(note for note in found if note)
+        found.append(Note("torch", _checkpoint_of_dtensors(graph, str(torch.__version__))))
+    return tuple(note for note in found if note.text)
 
 
 def _opaque(graph: fx.Graph) -> str:
@@ -99,16 +94,16 @@ def _opaque(graph: fx.Graph) -> str:
         return ""
     names = [*list(found)[:_NAMED], *(["..."] if len(found) > _NAMED else [])]
     return (
-        f"{OPAQUE}, so each keeps its place: {', '.join(names)}; register a "
+        f"nothing tells whether these ops communicate, so each keeps its place: {', '.join(names)}; register a "
         "collective with register_collective, a matmul with register_matmul, and others that stay on one rank with "
         "register_local or register_rowwise"
     )
 
 
-def from_another_process(notes: Sequence[str]) -> tuple[str, ...]:
+def from_another_process(notes: Sequence[Note]) -> tuple[Note, ...]:
     """The notes of a graph from a cache, with the breaks of this process instead of those of the one that filled it."""
-    own = [note for note in notes if not note.startswith(_BROKE)]
-    return tuple(note for note in (hidden_calls(), *own) if note)
+    own = [note for note in notes if note.kind != "breaks"]
+    return (*([Note("breaks", hidden)] if (hidden := hidden_calls()) else []), *own)
 
 
 def hidden_calls(breaks: Sequence[str] | None = None) -> str:
@@ -126,7 +121,7 @@ def _hidden(mark: str, count: int) -> str:
     call, why, remedy = _HIDING[mark]
     times = f"{count} time{'s' if count > 1 else ''}"
     effect = _IN_ANOTHER_GRAPH if mark in _CALLING_MODULES else _IN_NO_GRAPH
-    return f"{_BROKE}{call}, {times} in this process: {effect} ({why}); {remedy}"
+    return f"torch broke a graph at {call}, {times} in this process: {effect} ({why}); {remedy}"
 
 
 def _checkpoint_of_dtensors(graph: fx.Graph, version: str) -> str:

@@ -24,6 +24,7 @@ from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
 from asynctp_passes.rewriting.emit_alone import options_of
 from asynctp_passes.rewriting.emit_on_shard import finish_side_gathers, parts_on_shard, start_side_gathers
 from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale, shape_of_scales
+from asynctp_passes.torch_private import inductor_options
 
 __all__ = ["emit_gather"]
 
@@ -89,7 +90,9 @@ def _call_gather(
     """The fused op: it returns a list of one product per matmul, then the gathered tensor if others use it."""
     gather, matmuls = chain.collective, chain.matmuls
     bs, biases = [right_operand(build, matmul) for matmul in matmuls], [row_bias(build, matmul) for matmul in matmuls]
-    ending = (chain.returned is not None, gather.group_size, gather.group)
+    alone = len(matmuls) == 1 and chain.returned is None and chain.gathered_row_numbers is None
+    returns = chain.returned is not None or (alone and inductor_options.misreads_lists_of_one())
+    ending = (returns, gather.group_size, gather.group)
     scales = _scales(build, chain, shard, gather_dim, parts)
     options = options_of(build.state, gather, build.state.is_kept_by_all(gather))
     op = torch.ops.asynctp.all_gather_matmul.default

@@ -111,8 +111,8 @@ def _function_on_stack() -> CompiledFunction | None:
     if code is None:
         return None
     original = original_code(code)
-    resumes = "" if original is code else _name_of(original)
-    return CompiledFunction(_name_of(code), resumes, bool(getattr(reason, "graph_break", False)))
+    resumes = "" if original is code else name_of(original)
+    return CompiledFunction(name_of(code), resumes, bool(getattr(reason, "graph_break", False)))
 
 
 def _output_on_stack() -> tuple[Any, Any]:
@@ -143,7 +143,8 @@ def _wrapper_code() -> CodeType | None:
     return getattr(wrap_inline(len), "__code__", None)
 
 
-def _name_of(code: CodeType) -> str:
+def name_of(code: CodeType) -> str:
+    """A function's name, as `CompiledFunction.name`."""
     return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_name}:{code.co_firstlineno}"
 
 
@@ -216,7 +217,7 @@ def functions_with_graphs() -> list[str]:
 
     seen = (reference() for reference in getattr(getattr(convert_frame, "input_codes", None), "seen", ()))
     codes = [code for code in seen if code is not None and eval_frame._debug_get_cache_entry_list(code)]
-    return list(dict.fromkeys(_name_of(original_code(code)) for code in codes))
+    return list(dict.fromkeys(name_of(original_code(code)) for code in codes))
 
 
 def is_cut_for_ddp() -> bool:

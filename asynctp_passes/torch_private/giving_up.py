@@ -92,12 +92,18 @@ def note_groups(
 
 
 def _frame_on_stack() -> _Frame | None:
+    found = callback_on_stack()
+    return None if found is None else _Frame(weakref.ref(found.f_locals["self"]), found.f_locals["frame"].f_code)
+
+
+def callback_on_stack() -> FrameType | None:
+    """The call of Dynamo's callback for a frame, under way in this thread: its locals have `self` and `frame`."""
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "__call__" and isinstance(frame.f_locals.get("self"), CatchErrorsWrapper):
-            return _Frame(weakref.ref(frame.f_locals["self"]), frame.f_locals["frame"].f_code)
+            return frame
         frame = frame.f_back
     return None
 
@@ -154,10 +160,21 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
 
 def _noted_by(callback: Any) -> MutableMapping[CodeType, _Noted]:
     """The noted functions of all compiles by one compiler, whatever its options: Dynamo's limits are of a code."""
+    compiler = compiler_of(callback)
+    return _noted.setdefault(getattr(compiler, "compiler_fn", type(compiler)), weakref.WeakKeyDictionary())
+
+
+def compiler_of(callback: Any) -> Any:
+    """The backend with its options, as `torch.compile` wrapped them, out of Dynamo's callback for frames."""
     compiler = callback
     while hasattr(compiler, "_torchdynamo_orig_backend"):
         compiler = compiler._torchdynamo_orig_backend
-    return _noted.setdefault(getattr(compiler, "compiler_fn", type(compiler)), weakref.WeakKeyDictionary())
+    return compiler
+
+
+def is_noted(callback: Any, code: CodeType) -> bool:
+    """Whether a function has graphs for whose groups `note_groups` was called."""
+    return code in _noted_by(callback)
 
 
 def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) -> Callable[..., Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, get_origin
 
+from asynctp_passes.torch_private import process_groups
+
 
 def of_mode(mode: str | None) -> dict[str, Any]:
     """The Inductor options that a torch.compile mode stands for."""
@@ -32,6 +34,14 @@ def is_on(name: str) -> bool:
     from torch._inductor import config
 
     return bool(getattr(config, name, False))
+
+
+def misreads_lists_of_one() -> bool:
+    """Whether `cpp_wrapper` calls ops of asynctp's, and takes a list of one result for the result: the process crashes.
+
+    It is so on torch 2.11. Later ones call no op that takes `Any`.
+    """
+    return is_on("cpp_wrapper") and process_groups.schema_type() == "str"
 
 
 def current(name: str) -> Any:

@@ -38,6 +38,17 @@ def _group_resolver() -> Callable[[str], Any]:
     return resolver
 
 
+def schema_type() -> str:
+    """The type of a process group in the schemas of torch's functional collectives: `str` in 2.11, later `Any`.
+
+    Inductor's `cpp_wrapper` calls no op that takes `Any`.
+    """
+    if not torch.distributed.is_available():
+        return "str"
+    arguments = torch.ops._c10d_functional.all_reduce.default._schema.arguments
+    return next(str(one.type) for one in arguments if one.name == "group_name")
+
+
 def process_group_size(group: Any) -> int:
     """Ranks in a group given by name or as ProcessGroup; torch.compile can trace this call."""
     size: int = _c10d()._get_group_size_by_name(group)

@@ -377,7 +377,7 @@ class Attempt:
 
     @property
     def notes(self) -> str:
-        return "\n".join(self.report.notes)
+        return "\n".join(map(str, self.report.notes))
 
 
 def attempt(graph: Graph, **options: Any) -> Attempt:

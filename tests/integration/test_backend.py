@@ -436,6 +436,31 @@ def test_ahead_of_time(mesh: DeviceMesh, tmp_path: Path) -> None:
     assert torch._inductor.aoti_load_package(path)(*given).shape == (16, 8)
 
 
+@pytest.mark.parametrize("kind", ["gather", "scatter", "sum"])
+def test_cpp_wrapper_takes_what_it_takes_of_inductor(kind: str, mesh: DeviceMesh) -> None:
+    """Since torch 2.12 it takes no op that takes a group, but for torch's own all-reduce."""
+    group, w = mesh.get_group(), torch.ones(16, 16)
+    program: Callable[[Tensor], Tensor] = {
+        "gather": lambda x: funcol.all_gather_tensor(x, 0, group) @ w,
+        "scatter": lambda x: funcol.reduce_scatter_tensor(x @ w, "sum", 0, group),
+        "sum": lambda x: funcol.all_reduce(x @ w, "sum", group),
+    }[kind]
+    told = list[str]()
+    for name in ("inductor", "asynctp"):
+        torch._dynamo.reset()
+        try:
+            got = torch.compile(program, backend=name, options={"cpp_wrapper": True})(torch.ones(4, 16))
+            told.append(str(got.shape))
+            assert kind == "scatter" or torch.equal(
+                got, torch.full_like(got, 16.0)
+            )  # what a fake scatter sends is not set
+        except torch._inductor.exc.InductorError as error:
+            told.append(str(error.inner_exception if hasattr(error, "inner_exception") else error))
+    assert told[1] == ("arg type Any is not yet supported by custom_op_wrapper" if NEWER_THAN_2_11 else told[0])
+    assert told[0] == told[1] or kind == "sum"
+    assert asynctp_passes.summary().fused == 1
+
+
 def test_cache_of_the_bare_pass(mesh: DeviceMesh) -> None:
     """The pass without the backend: `reports()` fetches what came with cached graphs."""
     with torch._inductor.config.patch(post_grad_custom_post_pass=AsyncTPPass(Config(strict="all"))):

@@ -288,7 +288,7 @@ def test_an_op_that_a_note_names_is_registered() -> None:
         return gathered(OPS.mix(x), w)
 
     def notes() -> str:
-        return " ".join(note for report in asynctp_passes.reports() for note in report.notes)
+        return " ".join(note.text for report in asynctp_passes.reports() for note in report.notes)
 
     assert fused(program, X, W) == 1
     assert "messages_like.mix.default" in notes()

@@ -16,7 +16,7 @@ from passes import run_pass
 from scripts import run_forked
 
 import asynctp_passes
-from asynctp_passes import Report
+from asynctp_passes import Note, Report
 from asynctp_passes.reporting import torch_notes
 from asynctp_passes.torch_private import dynamo, process_groups
 
@@ -26,7 +26,7 @@ _OPS.define("custom_sum(Tensor x) -> Tensor")
 BROKEN = "Dynamo developers have intentionally marked that the function `_maybe_view_chunk_cat` should not be traced."
 
 
-def notes_of(path: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+def notes_of(path: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Note, ...]:
     monkeypatch.setattr(torch, "__version__", version)
     return run_pass(load(path).graph).notes
 
@@ -36,7 +36,7 @@ def test_a_checkpointed_block_of_dtensors(version: str, monkeypatch: pytest.Monk
     """The forward of full checkpointing of attention saves a random state, behind the mesh."""
     path = CORPUS / "torch2.13/block_sp_full_ac__0.txt"
     (note,) = notes_of(path, version, monkeypatch)
-    assert note.startswith(f"torch {version} will fail when this graph runs")
+    assert note.text.startswith(f"torch {version} will fail when this graph runs")
     for other in ("2.11.0", "2.14.1+cpu", "2.15.0"):
         assert notes_of(path, other, monkeypatch) == ()
 
@@ -55,7 +55,7 @@ def test_fused_chains_under_the_batch_invariant_mode() -> None:
     assert run_pass(load(path).graph).notes == ()
     with torch._inductor.config.patch(batch_invariant=True):
         (note,) = run_pass(load(path).graph).notes
-    assert "batch_invariant is on, which asynctp does not promise" in note
+    assert "batch_invariant is on, which asynctp does not promise" in note.text
 
 
 def test_an_op_that_may_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,13 +63,14 @@ def test_an_op_that_may_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
     b = GraphBuilder()
     x = b.mm(b.input("x", [4, 8]), b.input("w", [8, 8]))
     (note,) = run_pass(b.returns(b.call_like(x.meta["val"], torch.ops.notes_like.custom_sum.default, x))).notes
-    assert "notes_like.custom_sum.default; register a collective with register_collective" in note
+    assert (note.kind, note.informs) == ("opaque", True)
+    assert "notes_like.custom_sum.default; register a collective with register_collective" in note.text
 
 
 def test_a_gather_hidden_by_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamo, "graph_breaks", lambda: [BROKEN, "print", BROKEN])
     (note,) = notes_of(CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt", "2.11.0", monkeypatch)
-    assert "2 times in this process" in note
+    assert "2 times in this process" in note.text
     assert torch_notes.hidden_calls(["print"]) == ""
 
 
@@ -78,11 +79,12 @@ def test_a_cached_graph_has_the_breaks_of_its_own_process(monkeypatch: pytest.Mo
     monkeypatch.setattr(dynamo, "graph_breaks", lambda: [BROKEN, BROKEN])
     (filled,) = torch_notes.notes(load(CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt").graph, "backward")
     monkeypatch.setattr(dynamo, "graph_breaks", list)
-    assert torch_notes.from_another_process((filled, "another note")) == ("another note",)
+    another = Note("torch", "another note")
+    assert torch_notes.from_another_process((filled, another)) == (another,)
     monkeypatch.setattr(dynamo, "graph_breaks", lambda: [BROKEN])
-    (broken, other) = torch_notes.from_another_process((filled, "another note"))
-    assert "1 time in this process" in broken
-    assert other == "another note"
+    (broken, other) = torch_notes.from_another_process((filled, another))
+    assert (broken.kind, other) == ("breaks", another)
+    assert "1 time in this process" in broken.text
 
 
 def test_a_collective_whose_handle_hides_it() -> None:
@@ -221,6 +223,6 @@ def _run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_notes_are_printed_and_survive_json() -> None:
-    report = Report("graph", "forward", (), notes=("beware",))
+    report = Report("graph", "forward", (), notes=(Note("torch", "beware"),))
     assert str(report).splitlines()[-1] == "note: beware"
     assert Report.from_json(report.to_json()) == report

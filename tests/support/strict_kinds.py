@@ -109,7 +109,30 @@ def _break_at_a_collective(options: Options) -> None:
     asynctp_passes.reports()
 
 
-def _skipped(options: Options) -> None:
+def _uncompiled(options: Options) -> None:
+    def program(x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = x + 1
+        return _gathered(x) @ W
+
+    _compiled(program, options)(X)
+
+
+def _uncompiled_from_a_line_on(options: Options) -> None:
+    def program(x: Tensor) -> Tensor:
+        x = x.relu()  # two ops, after which Dynamo can stop
+        x = x + 1
+        try:
+            torch._dynamo.graph_break()
+            return _gathered(x) @ W
+        finally:
+            x = x + 1
+
+    _compiled(program, options)(X)
+
+
+def _turned_off(options: Options) -> None:
     with torch.compiler.set_stance("force_eager"):
         _compiled(lambda x: _gathered(x) @ W, options)(X)
 
@@ -185,8 +208,25 @@ KINDS = {
         _break_at_a_collective,
         ("WARNING", "async_op=True"),
     ),
-    "skipped frame": Kind(
-        "A frame that Dynamo skips, or `torch.compiler.set_stance`", "nothing", {"require": ExpectError}, _skipped
+    "uncompiled": Kind(
+        "A function with tensors that Dynamo fails to compile",
+        "a warning, which names it and why",
+        MISSED,
+        _uncompiled,
+        ("WARNING", "torch fails to compile"),
+    ),
+    "uncompiled rest": Kind(
+        "The same from a line on",
+        "the same, with the line",
+        MISSED,
+        _uncompiled_from_a_line_on,
+        ("WARNING", "torch cannot resume"),
+    ),
+    "turned off": Kind(
+        "`torch.compile` turned off, as by `torch.compiler.set_stance`",
+        "nothing",
+        {"require": ExpectError},
+        _turned_off,
     ),
     "given up": Kind(
         "A compiled function that Dynamo gives up on some ranks",

@@ -33,7 +33,7 @@ from asynctp_passes.doctor import (
     usable,
     without_places,
 )
-from asynctp_passes.reporting.report import Report
+from asynctp_passes.reporting.report import Note, Report
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "how-to" / "check-your-machine.md"
@@ -297,7 +297,9 @@ def test_the_page_shows_what_is_printed() -> None:
 
 # --- for an issue ------------------------------------------------------------------------------------------------
 def a_report(graph: str, **changes: Any) -> Report:
-    return Report(graph, "forward", (), torch_version="2.13.1", notes=("at /home/ada/net/model.py:12",), **changes)
+    return Report(
+        graph, "forward", (), torch_version="2.13.1", notes=(Note("torch", "at /home/ada/net/model.py:12"),), **changes
+    )
 
 
 def test_what_an_issue_needs() -> None:

@@ -1,0 +1,150 @@
+"""Functions that Dynamo fails to compile: it says nothing, and they run as they are written, wholly or from a line on.
+
+Such a failure passes `format_error_msg`, which writes its entry in Dynamo's log. A function of which the beginning
+alone is compiled, since Dynamo cannot resume after a graph break in the rest, passes `step_graph_break`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from asynctp_passes.torch_private import dynamo, giving_up
+
+_WITHOUT_NAMES = compile("0", "", "eval")
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A backend that was to compile a function.
+
+    Attributes:
+        function: The backend, without what torch wraps it in; of Inductor, its wrapper.
+        options: The options that `torch.compile` has for it.
+        is_inductor: It is Inductor.
+    """
+
+    function: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_inductor: bool = False
+
+
+@dataclass(frozen=True)
+class Uncompiled:
+    """A function with tensors that Dynamo fails to compile.
+
+    Attributes:
+        name: As `CompiledFunction.base`.
+        reason: Why, with the place.
+        compiler: What was to compile it.
+        is_judged: asynctp has graphs of it, and `giving_up` has ranks agree that they leave them.
+    """
+
+    name: str
+    reason: str
+    compiler: Compiler
+    is_judged: bool
+
+
+_listeners: list[Callable[[Uncompiled], None]] = []
+
+
+def listen(listener: Callable[[Uncompiled], None]) -> Callable[[], None]:
+    """Have a function called with each function that Dynamo fails to compile, in the call that would compile it.
+
+    Without Dynamo's functions that are named above, it is never called.
+
+    Args:
+        listener: It may raise, which ends that call.
+
+    Returns:
+        A function that ends it.
+    """
+    _install()
+    _listeners.append(listener)
+    return functools.partial(_listeners.remove, listener)
+
+
+@functools.cache
+def _install() -> None:
+    from torch._dynamo import convert_frame, symbolic_convert
+    from torch._dynamo.exc import BackendCompilerFailed, Unsupported, UserError
+
+    frames: Any = convert_frame
+    translator: Any = symbolic_convert.InstructionTranslatorBase
+    format_error_msg = getattr(frames, "format_error_msg", None)
+    step_graph_break = getattr(translator, "step_graph_break", None)
+    if format_error_msg is None or step_graph_break is None:
+        return
+
+    @functools.wraps(format_error_msg)
+    def failed(error: Exception, *args: Any, **kwargs: Any) -> Any:
+        at_limit = getattr(error, "frame_exec_strategy", None) is not None  # torch itself warns of limits
+        if isinstance(error, Unsupported | UserError) and not at_limit:
+            stack = getattr(error, "real_stack", None)
+            _tell(stack[-1] if stack else None, str(error).strip().partition("\n")[0])
+        return format_error_msg(error, *args, **kwargs)
+
+    @functools.wraps(step_graph_break)
+    def stepped(self: Any, continue_inst: Any) -> Any:
+        try:
+            _tell(self.frame_summary(), "a graph break from here on, after which torch cannot resume")
+        except Exception as error:  # Dynamo takes others for its own
+            raise BackendCompilerFailed(self.output.compiler_fn, error, None) from error
+        return step_graph_break(self, continue_inst)
+
+    frames.format_error_msg = failed
+    translator.step_graph_break = stepped
+
+
+def _tell(place: Any, reason: str) -> None:
+    """Tell of the function that Dynamo compiles just now. place: Where it fails, with `filename` and `lineno`."""
+    call = giving_up.callback_on_stack()
+    if call is None or not _matters(call):
+        return
+    callback, code = call.f_locals["self"], call.f_locals["frame"].f_code
+    where = f"{place.filename}:{place.lineno}: " if place is not None else ""
+    found = Uncompiled(
+        dynamo.name_of(dynamo.original_code(code)),
+        where + reason,
+        _unwrapped(giving_up.compiler_of(callback)),
+        giving_up.is_noted(callback, code),
+    )
+    for listener in tuple(_listeners):
+        listener(found)
+
+
+def _matters(call: FrameType) -> bool:
+    """Whether a function has tensors or modules, and is no generator, unless torch.compile was given that itself.
+
+    A generator that compiled code does not take in runs apart, as those of comprehensions do.
+    """
+    from torch._dynamo.convert_frame import has_tensor_in_frame
+
+    frame, caller = call.f_locals["frame"], call.f_back
+    while caller is not None and caller.f_locals.get("self") is call.f_locals["self"]:
+        caller = caller.f_back  # what `giving_up` puts around the callback
+    is_given = caller is not None and caller.f_code.co_name == "compile_wrapper"
+    if frame.f_code.co_flags & _GENERATORS and not is_given:
+        return False
+    values: Any = SimpleNamespace(f_code=_WITHOUT_NAMES, f_globals={}, f_locals=frame.f_locals)
+    return bool(has_tensor_in_frame(values))  # of a frame that names torch it is true, too
+
+
+def _unwrapped(compiler: Any) -> Compiler:
+    if isinstance(compiler, torch._TorchCompileInductorWrapper):
+        return Compiler(compiler, compiler.config, is_inductor=True)
+    options: dict[str, Any] = {}
+    while True:  # torch's wrapper, and partials
+        given = getattr(compiler, "kwargs", None) or getattr(compiler, "keywords", None) or {}
+        inner = getattr(compiler, "compiler_fn", None) or getattr(compiler, "func", None)
+        if inner is None:
+            return Compiler(compiler, options)
+        options, compiler = {**(given.get("options") or {}), **options}, inner
