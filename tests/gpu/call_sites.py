@@ -4,7 +4,7 @@
 
 Each is called by the op, and then by its place in generated code (`asynctp_passes.ops.call_sites`), in turn: on the
 same memory until a graph is launched, on other memory, at odd addresses, on another stream, in a CUDA graph,
-and after the group's memory was released.
+in memory that PyTorch shares, and after the group's memory was released.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from asynctp_kernels import cuda
 from asynctp_kernels.signals import IS_INTERPRETED
+from asynctp_kernels.torch_private import symmetric_empty
 from launched import device, end, show, start
 from torch import Tensor
 
@@ -35,6 +36,12 @@ def random(rows: int, cols: int) -> Tensor:
 def odd(tensor: Tensor) -> Tensor:
     """The same at an address that is not a multiple of 16 bytes."""
     return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
+
+
+def in_symmetric_memory(tensor: Tensor) -> Tensor:
+    """The same where other GPUs can be let read it; the driver lets no graph copy from there that copied elsewhere."""
+    place = symmetric_empty(tensor.numel() * tensor.itemsize, tensor.device)
+    return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def constants(op: str) -> dict[str, Any]:
@@ -88,10 +95,10 @@ def variants(pair: Pair, op: str) -> Iterator[tuple[str, Callable[[], None]]]:
         for each in kept:
             pair.both(*each)
 
-    def at_odd_addresses() -> None:
+    def moved(move: Callable[[Tensor], Tensor]) -> None:
         a, bs, biases = operands(op)
         for _ in range(3):
-            pair.both(odd(a) if isinstance(a, Tensor) else [odd(each) for each in a], bs, biases)
+            pair.both(move(a) if isinstance(a, Tensor) else [move(each) for each in a], bs, biases)
 
     def on_another_stream() -> None:
         stream = torch.cuda.Stream()
@@ -116,9 +123,10 @@ def variants(pair: Pair, op: str) -> Iterator[tuple[str, Callable[[], None]]]:
         dist.barrier()
         again()
 
-    yield from {"again": again, "elsewhere": elsewhere, "at odd addresses": at_odd_addresses}.items()
+    yield from {"again": again, "elsewhere": elsewhere, "at odd addresses": lambda: moved(odd)}.items()
     if not IS_INTERPRETED:
         yield from {"on another stream": on_another_stream, "captured": captured}.items()
+        yield "in symmetric memory", lambda: moved(in_symmetric_memory)
     yield "after release", after_release
 
 
