@@ -443,8 +443,7 @@ def host() -> str:
     return (
         heads(HOST)
         + table(["", *columns], lines)
-        + f"\nThe program's own calls in the same run: cuBLAS {_by_address(alone)}; NCCL's call and wait, by one "
-        f"rank alone: {beside}.\n"
+        + f"\nThe program's own calls: cuBLAS {_by_address(alone)}. NCCL's call and wait by one rank: {beside}.\n"
     )
 
 
