@@ -612,15 +612,17 @@ def _overwritten(call: _Call) -> Result:
 def _picked(call: _Call) -> Result:
     """Picking rows by number: of fewer rows, by constants, it is how torch undoes the padding of uneven shards.
 
+    Of so many rows as only a run shows, some are taken not to be picked.
+
     What is picked by a followed tensor's numbers is another one's.
     """
     if not call.propagation.has(call.first):
         return None
     before, after = tensor_of(call.first), call.shape()
     ratio = None if before is None or after is None else _ratio(product(after), product(call.sizes.of(before)))
-    if ratio is None or ratio == 1:
+    if ratio == 1:
         return Refusal(reasons.PIECES_REORDERED, "picks rows by number")
-    if ratio > 1:
+    if ratio is not None and ratio > 1:
         return Refusal(reasons.PIECES_REPEATED, "picks rows by number")
     constant = all(_is_constant(node) for node in call.node.all_input_nodes if not call.propagation.has(node))
     return Refusal(reasons.UNEVEN_SHARDS if constant else reasons.PIECES_MISSING, "picks rows by number")
@@ -642,7 +644,7 @@ def _padded(call: _Call) -> Result:
     """Padding at the end is how torch evens out shards; other padding shifts or widens the tensor."""
     pad = call.values["pad"]
     reason = reasons.UNEVEN_SHARDS if pads_at_end(pad) else reasons.VIEW_NOT_UNDERSTOOD
-    return Refusal(reason, f"pads by {list(pad)}")
+    return Refusal(reason, f"pads by {list(pad)}" + (f", with {value}" if (value := call.values["value"]) else ""))
 
 
 def pads_at_end(pad: Sequence[object]) -> bool:

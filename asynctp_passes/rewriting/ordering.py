@@ -19,7 +19,7 @@ from torch import fx
 
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import called_name, called_op, name_of, op_name
+from asynctp_passes.ir.nodes import called_name, called_op, name_of
 from asynctp_passes.ir.order import (
     communicates,
     communications,
@@ -288,13 +288,16 @@ def _run_beside(flying: Iterable[Alone], flops: Mapping[fx.Node, int | None], se
 
 
 def _order_in_flight(
-    graph: fx.Graph, flying: Iterable[Alone], products: Mapping[fx.Node, object]
+    graph: fx.Graph, flying: Sequence[Alone], products: Mapping[fx.Node, object]
 ) -> dict[fx.Node, list[fx.Node]]:
     """The order in flight: a gather after its fused op, overlapping nodes after its start, waits after matmuls.
 
     Left to itself Inductor puts off the start, which needs memory, until something needs the result.
     """
-    calls = [node for node in graph.nodes if node in products or _is_a_call(node)]
+    if not flying:
+        return {}
+    waits = {wait for gather, _ in flying for wait in gather.waits}
+    calls = [node for node in graph.nodes if node in products or (_is_a_call(node) and node not in waits)]
     ordered: dict[fx.Node, list[fx.Node]] = {}
     for gather, op in flying:
         start, end = gather.node, min(gather.waits)
@@ -310,9 +313,8 @@ def _order_in_flight(
 
 
 def _is_a_call(node: fx.Node) -> bool:
-    """True for attention and for starts of collectives: Inductor calls them, and makes no kernel that it could fuse."""
-    name = op_name(node)
-    return "attention" in name or (name.startswith("_c10d_functional.") and "wait" not in name)
+    """True for what Inductor calls, and makes no kernel of that it could fuse: such ops, and starts of collectives."""
+    return communicates(node) or inductor_order.is_called(node.target)
 
 
 def _wait_with_sources(flying: Iterable[Alone], segment: Mapping[fx.Node, int]) -> None:

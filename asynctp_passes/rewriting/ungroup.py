@@ -17,7 +17,8 @@ from torch import fx
 
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import arguments, is_pointwise, items_of, op_name, tensor_of, value_of
+from asynctp_passes.ir.nodes import arguments, is_pointwise, items_of, name_of, op_name, tensor_of, value_of
+from asynctp_passes.ir.op_traits import View, traits_named
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view
 from asynctp_passes.rewriting.builder import INHERITED
@@ -75,7 +76,7 @@ def _goes_on(node: fx.Node) -> bool:
 
 
 def _ungroup(graph: fx.Graph, node: fx.Node, items: dict[int, fx.Node]) -> None:
-    """Replace the items of a call, where each is what a pointwise op of one tensor makes."""
+    """Replace the items of a call, where each is what a pointwise op, or a copy, of one tensor makes."""
     singles = {index: _single_call(node, index, item) for index, item in items.items()}
     if any(call is None for call in singles.values()):
         return
@@ -89,11 +90,13 @@ def _ungroup(graph: fx.Graph, node: fx.Node, items: dict[int, fx.Node]) -> None:
 
 
 def _single_call(node: fx.Node, index: int, item: fx.Node) -> fx_graphs.Call | None:
-    """The call that makes one item; None where no one pointwise op makes such a tensor."""
+    """The call that makes one item; None where neither a pointwise op nor a copy makes such a tensor."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = dict(zip(schema, arguments(node).values(), strict=True))
     each = {one: value[index] if isinstance(value, list | tuple) else value for one, value in given.items()}
     args = tuple(value for one, value in each.items() if not one.kwarg_only)
     kwargs = {one.name: value for one, value in each.items() if one.kwarg_only}
     made = fx_graphs.call_made_by(_single_op(node), args, kwargs, value_of(item))
-    return made if made is not None and torch.Tag.pointwise in made.target.tags else None
+    if made is None or torch.Tag.pointwise in made.target.tags:
+        return made
+    return made if traits_named(name_of(made.target)).view is View.OVERWRITE else None  # which has no tag

@@ -21,6 +21,15 @@ def is_compiled(graph: fx.Graph) -> bool:
     return graph.owning_module is not None and dynamo.compile_id() is not None
 
 
+def is_called(op: Any) -> bool:
+    """True for an op that Inductor calls as it is: it has no lowering to a kernel of Inductor's, or runs a graph."""
+    from torch._inductor import lowering
+
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        return True
+    return isinstance(op, torch._ops.OpOverload) and (op in lowering.fallbacks or op not in lowering.lowerings)
+
+
 def keep_order(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
     """Make Inductor run each node after the nodes listed for it; its scheduler reorders what does not depend.
 
