@@ -1,7 +1,7 @@
 """Small programs after public issues and model code, on real ranks: what becomes of each collective, and the values.
 
-Each is run eager and compiled on two ranks. `FOUND` has what the report must say, and the page `docs/reference/tried.md`
-has a row for each.
+Each is run eager and compiled on two ranks. `FOUND` has what the report must say; `docs/reference/tried.md` has a row
+for each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed._functional_collectives import (
 
 import asynctp_passes
 
-__all__ = ["FOUND", "Found", "run_found"]
+__all__ = ["FOUND", "Found", "markdown", "run_found"]
 
 RANKS = 2
 BF16, INT8, INT64, BOOL = torch.bfloat16, torch.int8, torch.int64, torch.bool
@@ -38,22 +38,26 @@ class Found:
     Attributes:
         call: The function, or what makes it if `makes`.
         expected: What becomes of each collective, in the order of the graphs: "F" for fused, or a code.
+        after: Whose code or issue it was written after; "own" for a variant of ours.
         tensors: Sizes of each tensor; a dtype may come last, and a name is a dynamic size.
         rows: The values of dynamic sizes, one call each.
         says: What a warning or note mentions; "" if there is to be none.
         trains: Whether a backward is run.
-        config: Settings of Inductor.
+        config: Options of the backend, Inductor's own too.
         makes: Whether `call` returns the function that is compiled.
+        late: Whether asynctp is enabled after the first call of the compiled function.
     """
 
     call: Callable[..., Any]
     expected: list[str]
+    after: str
     tensors: dict[str, list[Any]]
     rows: tuple[int, ...] = (12,)
     says: str = ""
     trains: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     makes: bool = False
+    late: bool = False
 
 
 FOUND: dict[str, Found] = {}
@@ -61,18 +65,22 @@ FOUND: dict[str, Found] = {}
 
 def found(
     expected: str,
+    after: str,
     *,
     rows: tuple[int, ...] = (12,),
     says: str = "",
     trains: bool = False,
     config: dict[str, Any] | None = None,
     makes: bool = False,
+    late: bool = False,
     **tensors: list[Any],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Enter the decorated function in the table."""
 
     def enter(call: Callable[..., Any]) -> Callable[..., Any]:
-        FOUND[call.__name__] = Found(call, expected.split(), tensors, rows, says, trains, config or {}, makes)
+        FOUND[call.__name__] = Found(
+            call, expected.split(), after, tensors, rows, says, trains, config or {}, makes, late
+        )
         return call
 
     return enter
@@ -105,12 +113,12 @@ class Mlp(nn.Module):
 FROZEN = {"freezing": True}
 
 
-@found("F F", makes=True, config=FROZEN, x=[8, 16])
+@found("F F", "PyTorch", makes=True, config=FROZEN, x=[8, 16])
 def frozen_linears_with_bias() -> nn.Module:
     return Mlp(bias=True).eval()
 
 
-@found("F F", makes=True, config=FROZEN, x=[8, 16, BF16])
+@found("F F", "PyTorch", makes=True, config=FROZEN, x=[8, 16, BF16])
 def frozen_linears_in_bf16() -> nn.Module:
     return Mlp(dtype=BF16).eval()
 
@@ -127,41 +135,41 @@ class Projections(nn.Module):
         return self.q(whole) + self.k(whole) * self.v(whole)
 
 
-@found("F", makes=True, config=FROZEN, x=[8, 16])
+@found("F", "PyTorch", makes=True, config=FROZEN, x=[8, 16])
 def frozen_projections_of_one_gather() -> nn.Module:
     return Projections().eval()
 
 
-@found("?", x=[8, 32, BF16], w=[16, 32, INT8], scales=[16, BF16])
+@found("ATP115", "gpt-fast", x=[8, 32, BF16], w=[16, 32, INT8], scales=[16, BF16])
 def int8_weight_in_the_op_of_packed_weights(x: Tensor, w: Tensor, scales: Tensor) -> Tensor:
     return torch._weight_int8pack_mm(gather(x), w, scales)
 
 
 # --- ops of several tensors ------------------------------------------------------------------------------------------
-@found("?", x=[4, 16], y=[4, 16], v=[16, 8], w=[16, 8])
+@found("F F", "own", x=[4, 16], y=[4, 16], v=[16, 8], w=[16, 8])
 def foreach_activation_of_two_gathers(x: Tensor, y: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
     first, second = torch._foreach_sigmoid([gather(x), gather(y)])
     return [first @ v, second @ w]
 
 
-@found("?", x=[8, 16], y=[8, 16], v=[16, 8], w=[16, 8], residual=[4, 8])
+@found("F F", "own", x=[8, 16], y=[8, 16], v=[16, 8], w=[16, 8], residual=[4, 8])
 def foreach_residuals_after_two_sums(x: Tensor, y: Tensor, v: Tensor, w: Tensor, residual: Tensor) -> list[Tensor]:
     return list(torch._foreach_add([scatter(x @ v), scatter(y @ w)], [residual, residual * 2]))
 
 
-@found("?", x=[8, 16], y=[8, 16], v=[16, 8], w=[16, 8])
+@found("F F", "own", x=[8, 16], y=[8, 16], v=[16, 8], w=[16, 8])
 def foreach_scaled_products_before_two_sums(x: Tensor, y: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
     return [total(one) for one in torch._foreach_mul([x @ v, y @ w], 0.5)]
 
 
-@found("?", x=[4, 16], y=[4, 16], w=[16, 8])
+@found("F F", "FSDP", x=[4, 16], y=[4, 16], w=[16, 8])
 def foreach_copies_of_gathers_into_buffers(x: Tensor, y: Tensor, w: Tensor) -> list[Tensor]:
     buffers = [x.new_empty(8, 16), x.new_empty(8, 16)]
     torch._foreach_copy_(buffers, [gather(x), gather(y)])
     return [one @ w for one in buffers]
 
 
-@found("?", x=[8, 16], v=[16, 8], w=[16, 8])
+@found("ATP002", "torchtitan", x=[8, 16], v=[16, 8], w=[16, 8])
 def foreach_norms_of_gradients(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
     """Clipping by the norm of all ranks, beside a step's matmuls."""
     grads = [x.t() @ (x @ v), x.t() @ (x @ w)]
@@ -170,8 +178,10 @@ def foreach_norms_of_gradients(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
 
 
 # --- matmuls of different rows of one gather -------------------------------------------------------------------------
-@found("?", x=[8, 16], text=[16, 24], image=[16, 24], text_out=[8, 16], image_out=[8, 16])
-def joint_attention_of_two_streams(x: Tensor, text: Tensor, image: Tensor, text_out: Tensor, image_out: Tensor) -> Tensor:
+@found("ATP406 ATP406", "Flux", x=[8, 16], text=[16, 24], image=[16, 24], text_out=[8, 16], image_out=[8, 16])
+def joint_attention_of_two_streams(
+    x: Tensor, text: Tensor, image: Tensor, text_out: Tensor, image_out: Tensor
+) -> Tensor:
     whole = gather(x)
     qkv = torch.cat([whole[:5] @ text, whole[5:] @ image])
     q, k, v = qkv.view(16, 3, 2, 4).permute(1, 2, 0, 3)
@@ -179,33 +189,33 @@ def joint_attention_of_two_streams(x: Tensor, text: Tensor, image: Tensor, text_
     return scatter(torch.cat([out[:5] @ text_out, out[5:] @ image_out]))
 
 
-@found("?", x=[8, 16], text=[16, 8], image=[16, 8])
+@found("ATP406", "own", x=[8, 16], text=[16, 8], image=[16, 8])
 def two_streams_that_meet_at_a_border_of_shards(x: Tensor, text: Tensor, image: Tensor) -> list[Tensor]:
     whole = gather(x)
     return [whole[:8] @ text, whole[8:] @ image]
 
 
-@found("?", x=[2, 8, 16], text=[16, 8], image=[16, 8], sound=[16, 12])
+@found("ATP406", "own", x=[2, 8, 16], text=[16, 8], image=[16, 8], sound=[16, 12])
 def three_streams_in_a_batch(x: Tensor, text: Tensor, image: Tensor, sound: Tensor) -> list[Tensor]:
     whole = gather(x, 1)
     return [part @ w for part, w in zip(whole.split([3, 11, 2], 1), (text, image, sound), strict=True)]
 
 
-@found("?", trains=True, x=[8, 16], head=[24, 16], words=[16, INT64])
+@found("ATP406 ATP406", "torchtitan", trains=True, x=[8, 16], head=[24, 16], words=[16, INT64])
 def head_and_loss_in_uneven_chunks(x: Tensor, head: Tensor, words: Tensor) -> Tensor:
     whole = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
     parts = zip(whole.split(3), words.split(3), strict=True)
     return torch.stack([F.cross_entropy(rows @ head.t(), word, reduction="sum") for rows, word in parts]).sum() / 16
 
 
-@found("?", trains=True, x=[8, 16], head=[24, 16], words=[16, INT64])
+@found("ATP406 ATP406", "own", trains=True, x=[8, 16], head=[24, 16], words=[16, INT64])
 def mean_of_the_means_of_chunks(x: Tensor, head: Tensor, words: Tensor) -> Tensor:
     whole = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
     parts = zip(whole.chunk(4), words.chunk(4), strict=True)
     return torch.stack([F.cross_entropy(rows @ head.t(), word) for rows, word in parts]).mean()
 
 
-@found("?", trains=True, x=[8, 16], y=[8, 16], head=[24, 16], words=[16, INT64])
+@found("ATP406 ATP406 ATP406 ATP406", "torchtitan", trains=True, x=[8, 16], y=[8, 16], head=[24, 16], words=[16, INT64])
 def chunked_losses_of_two_predictions(x: Tensor, y: Tensor, head: Tensor, words: Tensor) -> Tensor:
     """Multi-token prediction: chunks of two gathers in turn, by one head."""
     first, second = (all_gather_tensor_autograd(one, 0, dist.group.WORLD) for one in (x, y))
@@ -215,7 +225,7 @@ def chunked_losses_of_two_predictions(x: Tensor, y: Tensor, head: Tensor, words:
     return loss
 
 
-@found("?", trains=True, x=[2, 8, 16], head=[24, 16], words=[32, INT64])
+@found("F F", "TRL", trains=True, x=[2, 8, 16], head=[24, 16], words=[32, INT64])
 def head_of_all_but_the_last_token(x: Tensor, head: Tensor, words: Tensor) -> Tensor:
     whole = all_gather_tensor_autograd(x, 1, dist.group.WORLD)
     shifted = whole[:, :-1].reshape(-1, 16)
@@ -227,25 +237,25 @@ def padding(x: Tensor) -> int:
     return -x.shape[0] % RANKS
 
 
-@found("?", x=[7, 16], w=[16, 8])
+@found("F", "vllm-ascend", x=[7, 16], w=[16, 8])
 def product_padded_where_sequence_parallel(x: Tensor, w: Tensor) -> Tensor:
     y = x @ w
     return scatter(F.pad(y, (0, 0, 0, padding(y))))
 
 
-@found("?", rows=(7, 12, 13, 1), x=["tokens", 16], w=[16, 8])
+@found("F F", "vllm-ascend", rows=(7, 12, 13, 1), x=["tokens", 16], w=[16, 8])
 def product_padded_for_all_lengths(x: Tensor, w: Tensor) -> Tensor:
     y = x @ w
     return scatter(F.pad(y, (0, 0, 0, -y.shape[0] % RANKS)))
 
 
-@found("?", rows=(7, 12, 13), x=["tokens", 16], w=[16, 8])
+@found("F F", "own", rows=(7, 12, 13), x=["tokens", 16], w=[16, 8])
 def product_joined_with_zeros_for_all_lengths(x: Tensor, w: Tensor) -> Tensor:
     y = x @ w
     return scatter(torch.cat([y, y.new_zeros(-y.shape[0] % RANKS, 8)]))
 
 
-@found("?", rows=(7, 12, 13), x=["tokens", 16], w=[16, 8])
+@found("F", "vLLM", rows=(7, 12, 13), x=["tokens", 16], w=[16, 8])
 def product_copied_into_zeros_for_all_lengths(x: Tensor, w: Tensor) -> Tensor:
     y = x @ w
     whole = y.new_zeros(y.shape[0] + -y.shape[0] % RANKS, 8)
@@ -253,7 +263,7 @@ def product_copied_into_zeros_for_all_lengths(x: Tensor, w: Tensor) -> Tensor:
     return scatter(whole)
 
 
-@found("?", x=[4, 16], w=[16, 8])
+@found("ATP103", "vLLM", x=[4, 16], w=[16, 8])
 def shard_copied_into_empty_rows_then_gathered(x: Tensor, w: Tensor) -> Tensor:
     whole = x.new_empty(5, 16)
     whole[:4] = x
@@ -261,7 +271,7 @@ def shard_copied_into_empty_rows_then_gathered(x: Tensor, w: Tensor) -> Tensor:
     return torch.cat([gathered[:4], gathered[5:9]]) @ w
 
 
-@found("?", rows=(7, 12, 13), x=["tokens", 16], up=[16, 8], down=[8, 16])
+@found("F F", "torchtitan", rows=(7, 12, 13), x=["tokens", 16], up=[16, 8], down=[8, 16])
 def block_of_any_length_cut_after_the_gather(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     tokens = x.shape[0]
     mine = F.pad(x, (0, 0, 0, -tokens % RANKS)).chunk(RANKS)[0]
@@ -269,78 +279,78 @@ def block_of_any_length_cut_after_the_gather(x: Tensor, up: Tensor, down: Tensor
     return scatter(F.pad(y, (0, 0, 0, -tokens % RANKS)))
 
 
-@found("?", x=[1, 16], w=[16, 8])
+@found("F", "own", x=[1, 16], w=[16, 8])
 def one_token_for_two_ranks(x: Tensor, w: Tensor) -> Tensor:
     y = x @ w
     return scatter(F.pad(y, (0, 0, 0, padding(y))))
 
 
-@found("?", x=[8, 16], w=[16, 8])
+@found("F", "own", x=[8, 16], w=[16, 8])
 def padded_by_no_row(x: Tensor, w: Tensor) -> Tensor:
     y = x @ w
     return scatter(F.pad(y, (0, 0, 0, padding(y))))
 
 
-@found("?", x=[7, 16], w=[16, 8])
+@found("ATP114", "own", x=[7, 16], w=[16, 8])
 def padded_with_ones(x: Tensor, w: Tensor) -> Tensor:
     return scatter(F.pad(x @ w, (0, 0, 0, 1), value=1.0))
 
 
-@found("?", x=[7, 16], w=[16, 8])
+@found("ATP104", "own", x=[7, 16], w=[16, 8])
 def padded_in_front(x: Tensor, w: Tensor) -> Tensor:
     return scatter(F.pad(x @ w, (0, 0, 1, 0)))
 
 
-@found("?", x=[7, 16], w=[16, 8])
+@found("F", "own", x=[7, 16], w=[16, 8])
 def mean_over_ranks_of_a_padded_product(x: Tensor, w: Tensor) -> Tensor:
     return reduce_scatter_tensor(F.pad(x @ w, (0, 0, 0, 1)), "avg", 0, dist.group.WORLD)
 
 
-@found("?", x=[6, 16], w=[16, 8], bias=[8])
+@found("F", "own", x=[6, 16], w=[16, 8], bias=[8])
 def operand_padded_before_the_bias(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     """The padding rows of the result have the bias."""
     return scatter(torch.addmm(bias, F.pad(x, (0, 0, 0, 2)), w))
 
 
-@found("?", x=[6, 1, 16], order=[12, INT64], w=[16, 8])
+@found("ATP101", "vLLM", x=[6, 1, 16], order=[12, INT64], w=[16, 8])
 def patches_put_in_the_order_of_windows(x: Tensor, order: Tensor, w: Tensor) -> Tensor:
     return gather(x)[order] @ w
 
 
 # --- lookups ---------------------------------------------------------------------------------------------------------
-@found("?", x=[8, 16], last=[3, INT64], head=[16, 24])
+@found("ATP103", "vLLM", x=[8, 16], last=[3, INT64], head=[16, 24])
 def head_of_selected_tokens(x: Tensor, last: Tensor, head: Tensor) -> Tensor:
     return gather(x).view(-1, 16).index_select(0, last) @ head
 
 
-@found("?", x=[8, 16], place=[12, INT64], w=[16, 8])
+@found("ATP103", "Megatron", x=[8, 16], place=[12, INT64], w=[16, 8])
 def tokens_of_local_experts(x: Tensor, place: Tensor, w: Tensor) -> Tensor:
     return torch.gather(gather(x), 0, place.view(-1, 1).expand(-1, 16)) @ w
 
 
-@found("?", x=[8, 16], ends=[4, INT64], head=[16, 24])
+@found("ATP103", "vLLM", x=[8, 16], ends=[4, INT64], head=[16, 24])
 def head_of_the_last_token_of_each_sequence(x: Tensor, ends: Tensor, head: Tensor) -> Tensor:
     return gather(x)[ends.cumsum(0) % 16 - 1] @ head
 
 
-@found("?", ids=[6, INT64], table=[8, 16], w=[16, 8])
+@found("ATP103", "own", ids=[6, INT64], table=[8, 16], w=[16, 8])
 def lookup_in_a_gathered_table(ids: Tensor, table: Tensor, w: Tensor) -> Tensor:
     return F.embedding(ids, gather(table)) @ w
 
 
-@found("?", x=[16, 16], inverse=[16, INT64], w=[16, 8])
+@found("ATP101", "own", x=[16, 16], inverse=[16, INT64], w=[16, 8])
 def product_put_back_in_order_before_the_scatter(x: Tensor, inverse: Tensor, w: Tensor) -> Tensor:
     return scatter((x @ w)[inverse])
 
 
-@found("?", x=[8, 16], scores=[8], w=[16, 8])
+@found("ATP002 ATP103", "own", x=[8, 16], scores=[8], w=[16, 8])
 def tokens_that_a_router_takes(x: Tensor, scores: Tensor, w: Tensor) -> Tensor:
     """Mixture of depths."""
     chosen = gather(scores).topk(4).indices
     return gather(x).take_along_dim(chosen[:, None], 0) @ w
 
 
-@found("?", x=[8, 16], labels=[16, INT64], head=[16, 24])
+@found("ATP103", "TRL", x=[8, 16], labels=[16, INT64], head=[16, 24])
 def head_of_tokens_that_have_a_label(x: Tensor, labels: Tensor, head: Tensor) -> Tensor:
     return (gather(x)[labels > 3] @ head).logsumexp(-1).sum()
 
@@ -357,10 +367,18 @@ def _op(schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None
     torch.library.register_fake(f"found_like::{name}", fake, lib=_ops)
 
 
-_op("gather_logits(Tensor x, Tensor i) -> Tensor", lambda x, i: x[i].contiguous(), lambda x, i: x.new_empty(i.shape[0], x.shape[1]))
+_op(
+    "gather_logits(Tensor x, Tensor i) -> Tensor",
+    lambda x, i: x[i].contiguous(),
+    lambda x, i: x.new_empty(i.shape[0], x.shape[1]),
+)
 _op("per_token(Tensor x) -> Tensor", lambda x: x / x.abs().amax(-1, True), torch.empty_like)
 _op("finish_linear(Tensor x, Tensor b) -> Tensor", lambda x, b: (x + b).tanh(), lambda x, b: torch.empty_like(x))
-_op("silu_and_mul(Tensor x) -> Tensor", lambda x: F.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :], lambda x: x.new_empty(x.shape[0], x.shape[1] // 2))
+_op(
+    "silu_and_mul(Tensor x) -> Tensor",
+    lambda x: F.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :],
+    lambda x: x.new_empty(x.shape[0], x.shape[1] // 2),
+)
 _op("all_gather_ids(Tensor x) -> Tensor", lambda x: x.flip(0), torch.empty_like)
 _op("matmul_free_mix(Tensor x, Tensor w) -> Tensor", lambda x, w: x * w.mean(0), lambda x, w: torch.empty_like(x))
 _op("attention_free(Tensor x) -> Tensor", lambda x: x.cumsum(0), torch.empty_like)
@@ -375,42 +393,42 @@ def _linear_all_reduce(x: Tensor, w: Tensor) -> Tensor:
 _op("linear_sum(Tensor x, Tensor w) -> Tensor", _linear_all_reduce, lambda x, w: x.new_empty(x.shape[0], w.shape[0]))
 
 
-@found("?", x=[8, 16], i=[3, INT64], head=[16, 24])
+@found("ATP002", "TensorRT-LLM", says="nothing tells whether", x=[8, 16], i=[3, INT64], head=[16, 24])
 def op_that_picks_tokens_before_the_head(x: Tensor, i: Tensor, head: Tensor) -> Tensor:
     return ops.gather_logits(gather(x), i) @ head
 
 
-@found("F", x=[8, 16], w=[16, 8])
+@found("F", "vLLM", x=[8, 16], w=[16, 8])
 def registered_quantizer_of_rows(x: Tensor, w: Tensor) -> Tensor:
     return ops.per_token(gather(x)) @ w
 
 
-@found("?", x=[8, 16], w=[16, 8], bias=[8])
+@found("ATP105", "own", says="nothing tells whether", x=[8, 16], w=[16, 8], bias=[8])
 def op_that_finishes_a_linear_before_its_sum(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     return total(ops.finish_linear(x @ w, bias))
 
 
-@found("?", x=[8, 16], up=[16, 16], down=[8, 16])
+@found("F F", "vLLM", says="nothing tells whether", x=[8, 16], up=[16, 16], down=[8, 16])
 def activation_of_a_library_between_two_linears(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return scatter(ops.silu_and_mul(gather(x) @ up) @ down)
 
 
-@found("?", x=[8, 16], w=[8, 16], v=[16, 8])
+@found("F", "dlinfer", says="nothing tells whether", x=[8, 16], w=[8, 16], v=[16, 8])
 def linear_and_sum_in_one_op(x: Tensor, w: Tensor, v: Tensor) -> list[Tensor]:
     return [ops.linear_sum(x, w), gather(x) @ v]
 
 
-@found("?", x=[8, 16], w=[16, 8])
+@found("ATP002", "own", x=[8, 16], w=[16, 8])
 def local_op_named_as_a_gather(x: Tensor, w: Tensor) -> Tensor:
     return ops.all_gather_ids(gather(x)) @ w
 
 
-@found("?", x=[8, 16], w=[16, 16])
+@found("ATP002", "own", says="nothing tells whether", x=[8, 16], w=[16, 16])
 def op_named_as_a_matmul(x: Tensor, w: Tensor) -> Tensor:
     return ops.matmul_free_mix(gather(x), w)
 
 
-@found("?", x=[8, 16], w=[16, 8])
+@found("ATP105", "own", says="nothing tells whether", x=[8, 16], w=[16, 8])
 def op_named_as_attention(x: Tensor, w: Tensor) -> Tensor:
     return ops.attention_free(gather(x)) @ w
 
@@ -421,7 +439,7 @@ def eager_gather(x: Tensor) -> Tensor:
     return gather(x)
 
 
-@found("?", says="?", x=[8, 16], w=[16, 8])
+@found("", "fairchem", says="torch.compiler.disable", config={"expect": 1}, x=[8, 16], w=[16, 8])
 def gather_that_torch_must_not_compile(x: Tensor, w: Tensor) -> Tensor:
     return torch.relu(eager_gather(x * 2) @ w)
 
@@ -433,13 +451,13 @@ def longest(x: Tensor) -> int:
     return int(most)
 
 
-@found("?", says="?", x=[8, 16], w=[16, 8])
+@found("F ATP013", "vllm-omni", x=[8, 16], w=[16, 8])
 def lengths_exchanged_between_two_chains(x: Tensor, w: Tensor) -> Tensor:
     y = gather(x) @ w
     return scatter(y @ w.t() * longest(x))
 
 
-@found("?", says="?", x=[8, 16], w=[16, 8])
+@found("", "PyTorch", says="async_op", x=[8, 16], w=[16, 8])
 def gather_that_is_waited_for_later(x: Tensor, w: Tensor) -> Tensor:
     whole = x.new_empty(16, 16)
     work = dist.all_gather_into_tensor(whole, x, async_op=True)
@@ -448,31 +466,44 @@ def gather_that_is_waited_for_later(x: Tensor, w: Tensor) -> Tensor:
     return torch.cat([y, whole @ w])
 
 
-@found("?", says="?", x=[8, 16], w=[16, 8])
+@found("F", "own", x=[8, 16], w=[16, 8])
 def number_read_between_gather_and_matmul(x: Tensor, w: Tensor) -> Tensor:
     whole = gather(x)
     return whole @ w * (2 if whole.sum().item() > 0 else 3)
 
 
-@found("?", says="?", x=[8, 16], w=[16, 16])
+@found("ATP013 ATP013", "own", says="fails to compile", x=[8, 16], w=[16, 16])
 def printed_in_a_loop_over_layers(x: Tensor, w: Tensor) -> Tensor:
     for layer in range(2):
         x = torch.relu(scatter(gather(x) @ w))
-        print("", end="" if layer else "")
+        print(end="" * layer)
     return x
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
-@found("?", says="?", config={"batch_invariant": True}, x=[8, 16], up=[16, 8], down=[8, 16])
+@found(
+    "F F",
+    "PyTorch",
+    says="batch_invariant is on",
+    config={"batch_invariant": True},
+    x=[8, 16],
+    up=[16, 8],
+    down=[8, 16],
+)
 def batch_invariant_block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return scatter(torch.relu(gather(x) @ up) @ down)
 
 
-@found("?", makes=True, x=[8, 16])
+@found("F F F F", "vLLM", makes=True, x=[8, 16])
 def two_blocks_of_one_class() -> Callable[[Tensor], Tensor]:
     """A draft and a target, compiled apart."""
     draft, target = Mlp().eval(), Mlp(bias=True).eval()
     return lambda x: target(draft(x))
+
+
+@found("", "own", says="torch.compiler.reset", late=True, x=[8, 16], w=[16, 8])
+def enabled_after_the_first_call(x: Tensor, w: Tensor) -> Tensor:
+    return gather(x) @ w
 
 
 # --- how ranks run them ----------------------------------------------------------------------------------------------
@@ -506,7 +537,9 @@ def _results(program: Found, function: Callable[..., Any], rank: int) -> list[Te
     """What all calls return, and the gradients of each."""
     results: list[Tensor] = []
     for rows in program.rows:
-        tensors = [_tensor(sizes, rows, program.trains, rank, place) for place, sizes in enumerate(program.tensors.values())]
+        tensors = [
+            _tensor(sizes, rows, program.trains, rank, place) for place, sizes in enumerate(program.tensors.values())
+        ]
         with torch.set_grad_enabled(program.trains):
             out = function(*tensors)
         out = [out] if isinstance(out, Tensor) else list(out)
@@ -521,19 +554,26 @@ def _run(program: Found, rank: int) -> dict[str, Any]:
     torch.manual_seed(rank)
     function = program.call() if program.makes else program.call
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     asynctp_passes.clear_reports()
     eager = _results(program, function, rank)
     dist.barrier()
     heard = _Heard()
     logging.getLogger("asynctp_passes").addHandler(heard)
     options = {"strict": "off", "log": False, "fallback_by_default": True, **program.config}
-    compiled = _results(program, torch.compile(function, backend="asynctp", options=options), rank)
-    logging.getLogger("asynctp_passes").removeHandler(heard)
+    if program.late:
+        plain = torch.compile(function)
+        _results(program, plain, rank)
+        with asynctp_passes.enable(asynctp_passes.Config(strict="off")):
+            compiled = _results(program, plain, rank)
+    else:
+        compiled = _results(program, torch.compile(function, backend="asynctp", options=options), rank)
     reports = asynctp_passes.reports()
+    logging.getLogger("asynctp_passes").removeHandler(heard)
     told = [f"{remark.code} {remark.message} {remark.hint}" for report in reports for remark in report.remarks]
     notes = [str(note) for report in reports for note in report.notes]
-    found = [outcome for report in reports for outcome in outcomes(report)]
-    return {"eager": eager, "compiled": compiled, "outcomes": found, "told": told, "said": heard.said + notes}
+    became = [outcome for report in reports for outcome in outcomes(report)]
+    return {"eager": eager, "compiled": compiled, "outcomes": became, "told": told, "said": heard.said + notes}
 
 
 def run_found(rank: int, world_size: int, names: list[str] | None = None) -> dict[str, dict[str, Any]]:
@@ -551,3 +591,15 @@ def run_found(rank: int, world_size: int, names: list[str] | None = None) -> dic
             out[name] = {"error": f"{type(error).__name__}: {error}"}
         dist.barrier()
     return out
+
+
+def markdown() -> str:
+    """The table of these programs, for the page."""
+    lines = ["| Program | After | Collectives |", "|---|---|---|"]
+    for name, program in FOUND.items():
+        fused = program.expected.count("F")
+        codes = dict.fromkeys(f"`{code}`" for code in program.expected if code != "F")
+        became = ", ".join([*([str(fused)] if fused else []), *codes]) or "in no graph"
+        told = " +" if program.says else ""
+        lines.append(f"| `{name}` | {program.after if program.after != 'own' else ''} | {became}{told} |")
+    return "\n".join(lines)

@@ -1,6 +1,6 @@
 """Parts of pages that are made of the code: each stands between two comments that name it.
 
-python tests/support/page_parts.py     writes them into docs/reference/config.md and report.md
+python tests/support/page_parts.py     writes them into docs/reference/config.md, report.md and tried.md
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import found_programs
 import strict_kinds
 
 from asynctp_passes.config import RUNTIME_VARIABLES, STEPS, Config
@@ -42,6 +43,7 @@ def _steps() -> str:
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "config.md": {"fields": _fields, "steps": _steps, "variables": _variables},
     "report.md": {"strictness": strict_kinds.markdown},
+    "tried.md": {"found": found_programs.markdown},
 }
 """What writes each part, by the page and the part's name."""
 

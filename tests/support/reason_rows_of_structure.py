@@ -99,6 +99,13 @@ def elements_picked_by_an_input(b: GraphBuilder) -> Node:
     return times(b, b.call(aten.gather.default, of_a_layer(b), 0, last))
 
 
+@row("PIECES_MISSING", "picks rows by number")
+def rows_picked_of_a_dynamic_number(b: GraphBuilder) -> Node:
+    """As in the static case: what is said does not depend on which sizes are symbols."""
+    rows = b.gather(b.input("x", [4, 8], dynamic=0))
+    return times(b, b.call(aten.index.Tensor, rows, [b.input("last", [5], torch.int64)]))
+
+
 @row("PIECES_REPEATED", "picks rows by number")
 def rows_picked_for_several_experts(b: GraphBuilder) -> Node:
     return times(b, b.call(aten.index.Tensor, of_a_layer(b), [b.input("routes", [32], torch.int64)]))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
+import serving_ops
 import torch
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, aten, c10d, show
@@ -22,7 +25,7 @@ from asynctp_passes.ir.calls import Collective
 from asynctp_passes.matching.chains import Candidate
 from asynctp_passes.planning import overlap, plan
 from asynctp_passes.planning.legality import is_named_for_data
-from asynctp_passes.torch_private import process_groups
+from asynctp_passes.torch_private import inductor_order, process_groups
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]
 
@@ -114,6 +117,46 @@ mm_2 = mm(dy, wait_tensor_1)  # f32[6, 8]
 return (matmul_reduce_scatter_default, mm_1, mm_2)
 """,
     )
+
+
+_ops = torch.library.Library("overlap_like", "FRAGMENT")
+_ops.define("mix(Tensor x) -> Tensor")
+torch.library.register_fake("overlap_like::mix", torch.empty_like, lib=_ops)
+
+
+@pytest.mark.parametrize(
+    ("op", "called"),
+    [
+        (torch.ops.overlap_like.mix.default, True),
+        (aten._scaled_dot_product_flash_attention.default, True),
+        (torch.ops.higher_order.flex_attention, True),
+        (aten.relu.default, False),
+        (aten.mm.default, False),
+        (aten.view.default, False),
+        (c10d.wait_tensor.default, False),
+        (operator.getitem, False),
+    ],
+)
+def test_what_inductor_calls_is_asked_of_it(op: Any, called: bool) -> None:
+    assert inductor_order.is_called(op) is called
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_what_inductor_calls_waits_for_the_start_of_a_gather(called: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name is; a kernel of Inductor's own is left to its scheduler."""
+    told: dict[Node, list[Node]] = {}
+    monkeypatch.setattr(inductor_order, "keep_order", lambda graph, after: told.update(after))
+    b = GraphBuilder(ranks=2)
+    first, x = b.scatter(product(b)), b.input("x", [4, 8])
+    full = b.gather(b.relu(x))
+    one = product(b, "c")
+    between = b.call(torch.ops.overlap_like.mix.default, one) if called else b.relu(one)
+    two = b.mm(between, b.input("e", [8, 8]))
+    b.returns(first, two, b.mm(b.input("dy", [6, 8]), full))
+    with serving_ops.registered():
+        asynctp_passes.register_local("overlap_like::mix")
+        run_pass(b.graph)
+    assert (between in told) is called
 
 
 def test_the_remark_names_the_products() -> None:

@@ -30,8 +30,8 @@ def two_chains(op: Any, *args: Any, **kwargs: Any) -> Graph:
 
 
 def same_results(before: Graph, after: Graph) -> bool:
-    shapes = [node.meta["val"].shape for node in before.nodes if node.op == "placeholder"]
-    inputs = [[torch.randn(tuple(shape)) for shape in shapes] for _ in range(2)]
+    values = [node.meta["val"] for node in before.nodes if node.op == "placeholder"]
+    inputs = [[torch.randn(tuple(value.shape), dtype=value.dtype) for value in values] for _ in range(2)]
     return not differences(evaluate(before, inputs), evaluate(after, inputs))
 
 
@@ -56,6 +56,24 @@ def test_the_decision_is_that_of_the_single_ops(
     assert same_results(before, graph)
     if expected[0] == "ATP208":
         assert all("_foreach_" in str(remark) for remark in report.remarks)
+
+
+def copied_into(dtype: torch.dtype = torch.float32) -> Graph:
+    """Two gathered tensors, copied into buffers by one call, and their matmuls."""
+    b = GraphBuilder(ranks=2)
+    shards = [b.input("x", [4, 8]), b.input("y", [6, 8])]
+    weights = [b.input("v", [8, 3], dtype), b.input("w", [8, 5], dtype)]
+    buffers = [b.call(aten.full.default, [rows, 8], 0.0, dtype=dtype) for rows in (8, 12)]
+    found = each(b, aten._foreach_copy.default, buffers, [b.gather(shard) for shard in shards])
+    return b.returns(*map(b.mm, found, weights))
+
+
+@pytest.mark.parametrize(("dtype", "outcome"), [(torch.float32, "F"), (torch.float64, "ATP105")])
+def test_copies_into_buffers_are_copies(dtype: torch.dtype, outcome: str) -> None:
+    graph = copied_into(dtype)
+    before = copied(graph)
+    assert outcomes(run_pass(graph)) == [outcome] * 2
+    assert same_results(before, graph)
 
 
 def of_norms() -> Graph:
