@@ -1,6 +1,6 @@
 """Rows that are cut off a gathered tensor before a matmul, as the padding of uneven shards: find them. Pure.
 
-    shard → all_gather → wait → view* → slice → {copy, reshape}* → matmul
+    shard → all_gather → wait → view* → {slice, pad by fewer than none} → {copy, reshape}* → matmul
 
 Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same ones are
 cut off its result. There are fewer of them than ranks; where sizes are numbers, than rows that stay, too.
@@ -43,12 +43,20 @@ class Cut:
 
 def unpads(node: fx.Node, ranks: int, sizes: Sizes) -> bool:
     """True for picking as many rows as there were before they were padded to a multiple of the ranks."""
-    picks = traits_of(node).drops_rows
+    picks = traits_of(node).drops_rows or traits_of(node).view is View.PAD  # the gradient of padding pads by -2, say
     before, after = tensor_of(node.args[0]) if picks else None, tensor_of(node)
     if before is None or after is None or before.dim() != after.dim():
         return False
     pairs = zip(sizes.of(before), sizes.of(after), strict=True)
-    return any(not same(kept, whole) and same(rounded_up(kept, ranks), whole) for whole, kept in pairs)
+    return any(
+        not same(kept, whole) and same(rounded_up(kept, ranks), whole) and not _is_few(kept, whole)
+        for whole, kept in pairs
+    )
+
+
+def _is_few(kept: Size, whole: Size) -> bool:
+    """True for less than half: the fused op would multiply more rows of padding than others."""
+    return isinstance(kept, int) and isinstance(whole, int) and 2 * kept < whole
 
 
 def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cut]:
@@ -67,17 +75,19 @@ def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cu
 
 
 def _cut_dimension(node: fx.Node, whole: fx.Node, sizes: Sizes) -> int | None:
-    """The dimension that a slice cuts: it keeps the first indices, half of them or more. None for the last one."""
-    if not traits_of(node).takes_range or node.args[0] is not whole:
+    """The dimension that a slice, or such a padding, cuts: it keeps the first indices. None for the last one."""
+    if node.args[0] is not whole:
         return None
-    values = arguments(node)
-    if values["start"] not in (0, None) or values.get("step", 1) != 1:
+    values, dims = arguments(node), len(sizes.of(value_of(whole)))
+    if traits_of(node).view is View.PAD:
+        pads = values["pad"]
+        changed = [index for index, size in enumerate(pads) if size != 0]  # 0 for the last dimension's front
+        axis = dims - 1 - changed[0] // 2 if len(changed) == 1 and changed[0] % 2 else dims
+    elif traits_of(node).takes_range and values["start"] in (0, None) and values.get("step", 1) == 1:
+        axis = values["dim"] % dims
+    else:
         return None
-    before, after = sizes.of(value_of(whole)), sizes.of(value_of(node))
-    axis: int = values["dim"] % len(before)
-    kept, size = after[axis], before[axis]
-    few = isinstance(kept, int) and isinstance(size, int) and 2 * kept < size
-    return axis if axis < len(before) - 1 and not few else None
+    return axis if axis < dims - 1 else None
 
 
 def _views(cut: Cut, width: Size, sizes: Sizes) -> Iterator[Cut]:

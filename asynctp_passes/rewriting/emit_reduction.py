@@ -2,7 +2,7 @@
 
 mm+ → view* → add* → reduce_scatter → wait    becomes   a+, b+ → view? → matmul_reduce_scatter → view?
 (mm, x)+ → view* → add* → reduce_scatter …    becomes   a+, b+, x+ → view? → add* → matmul_reduce_scatter …
-mm+ → view* → add* → pad → reduce_scatter …   becomes   a+ → pad, b+ → matmul_reduce_scatter → where → view?
+mm+ → view* → add* → pad → reduce_scatter …   becomes   a+ → pad, b+ → matmul_reduce_scatter → view?
 mm+ → view* → add* → all_reduce → wait        becomes   a+, b+ → matmul_all_reduce → view*
 """
 
