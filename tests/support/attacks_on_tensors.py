@@ -173,6 +173,20 @@ def rows_cut_off(multiply: Multiply = times_weight, **which: int) -> Attack:
     return attack
 
 
+def rows_padded_by(*amounts: int, multiply: Multiply = times_weight) -> Attack:
+    """Less than none, as the gradient of padding has it: 7 of the 8 rows of two ranks."""
+
+    def attack(b: Builder) -> list[Node]:
+        (x,) = inputs(b, (4, 6))
+        return multiply(b, b.call(aten.constant_pad_nd.default, gathered(b, x), list(amounts)))
+
+    return attack
+
+
+def times_smaller_weight(b: Builder, rows: Node) -> list[Node]:
+    return [b.call(aten.mm.default, rows, b.placeholder((5, 3), torch.float64))]
+
+
 def batch_cut_off(*outputs: str, dim: int = 1) -> Attack:
     """A batch that is gathered along the sequence, and a step of that is cut off, or a sequence; what is returned."""
 
@@ -596,6 +610,19 @@ TENSORS: dict[str, tuple[Attack, list[str]]] = {
         rows_cut_off(lambda b, x: [b.call(aten.mm.default, x, b.placeholder((5, 3), torch.float64))], dim=1, end=5),
         ["ATP114"],
     ),
+    "rows padded by less than none": (rows_padded_by(0, 0, 0, -1), ["F"]),
+    "rows padded by less than none, and changed": (
+        rows_padded_by(0, 0, 0, -1, multiply=multiplied_and_changed),
+        ["ATP204"],
+    ),
+    "rows padded by less than none in front": (rows_padded_by(0, 0, -1, 0), ["ATP104"]),
+    "rows padded by less than none, and more": (rows_padded_by(0, 0, -2, 1), ["ATP104"]),
+    "columns padded by less than none": (rows_padded_by(0, -1, multiply=times_smaller_weight), ["ATP104"]),
+    "rows and columns padded by less than none": (
+        rows_padded_by(0, -1, 0, -1, multiply=times_smaller_weight),
+        ["ATP104"],
+    ),
+    "rows padded by less than half": (rows_padded_by(0, 0, 0, -5, multiply=times_weight), ["ATP104"]),
     "rows cut off, some more": (rows_cut_off(lambda b, x: times_weight(b, cut_off(b, x, end=6))), ["ATP114"]),
     "rows cut off and added to": (rows_cut_off(both_with_an_addition), ["F"]),
     "rows cut off, and their gradient": (rows_cut_off(its_own_gradient), ["F"]),

@@ -21,6 +21,7 @@ from torch.distributed._functional_collectives import (
     all_gather_tensor_autograd,
     all_reduce,
     reduce_scatter_tensor,
+    reduce_scatter_tensor_autograd,
 )
 
 import asynctp_passes
@@ -232,6 +233,23 @@ def head_of_all_but_the_last_token(x: Tensor, head: Tensor, words: Tensor) -> Te
     return F.cross_entropy(shifted @ head.t(), words.view(2, 16)[:, 1:].reshape(-1))
 
 
+@found("F", "own", x=[8, 16], v=[16, 8], w=[16, 8])
+def one_matmul_of_a_part_and_one_of_all(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
+    whole = gather(x)
+    return [whole[:5] @ v, whole @ w]
+
+
+@found("ATP103", "own", x=[8, 16], v=[16, 8], w=[16, 8])
+def chunks_that_overlap(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
+    whole = gather(x)
+    return [whole[:9] @ v, whole[7:] @ w]
+
+
+@found("ATP406", "own", x=[12, 16], w=[16, 8])
+def products_of_uneven_chunks_joined_before_the_scatter(x: Tensor, w: Tensor) -> Tensor:
+    return scatter(torch.cat([rows @ w for rows in x.split(5)]))
+
+
 # --- any number of tokens --------------------------------------------------------------------------------------------
 def padding(x: Tensor) -> int:
     return -x.shape[0] % RANKS
@@ -285,6 +303,18 @@ def one_token_for_two_ranks(x: Tensor, w: Tensor) -> Tensor:
     return scatter(F.pad(y, (0, 0, 0, padding(y))))
 
 
+@found("F F", "own", trains=True, x=[7, 16], w=[16, 8])
+def step_of_a_padded_product(x: Tensor, w: Tensor) -> Tensor:
+    y = F.pad(x @ w, (0, 0, 0, padding(x)))
+    return reduce_scatter_tensor_autograd(y, "sum", 0, dist.group.WORLD).square().sum()
+
+
+@found("F F", "own", trains=True, rows=(7, 12, 13), x=["tokens", 16], w=[16, 8])
+def step_of_a_padded_product_of_any_length(x: Tensor, w: Tensor) -> Tensor:
+    y = F.pad(x @ w, (0, 0, 0, -x.shape[0] % RANKS))
+    return reduce_scatter_tensor_autograd(y, "sum", 0, dist.group.WORLD).square().sum()
+
+
 @found("F", "own", x=[8, 16], w=[16, 8])
 def padded_by_no_row(x: Tensor, w: Tensor) -> Tensor:
     y = x @ w
@@ -299,6 +329,17 @@ def padded_with_ones(x: Tensor, w: Tensor) -> Tensor:
 @found("ATP104", "own", x=[7, 16], w=[16, 8])
 def padded_in_front(x: Tensor, w: Tensor) -> Tensor:
     return scatter(F.pad(x @ w, (0, 0, 1, 0)))
+
+
+@found("ATP114", "own", x=[7, 16], w=[16, 8], residual=[8, 8])
+def padded_before_a_residual(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+    return scatter(F.pad(x @ w, (0, 0, 0, 1)) + residual)
+
+
+@found("ATP201", "own", x=[7, 16], w=[16, 8])
+def maximum_of_a_product_padded_with_the_least(x: Tensor, w: Tensor) -> Tensor:
+    padded = F.pad(x @ w, (0, 0, 0, 1), value=float("-inf"))
+    return reduce_scatter_tensor(padded, "max", 0, dist.group.WORLD)
 
 
 @found("F", "own", x=[7, 16], w=[16, 8])
