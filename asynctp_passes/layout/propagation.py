@@ -641,8 +641,12 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _padded(call: _Call) -> Result:
-    """Padding at the end is how torch evens out shards; other padding shifts or widens the tensor."""
-    pad = call.values["pad"]
+    """Padding at the end is how torch evens out shards, by no row too; other padding shifts or widens the tensor."""
+    pad, before, after = call.values["pad"], tensor_of(call.first), call.shape()
+    if before is not None and after is not None and not any(pad[::2]):
+        own = call.sizes.of(before)
+        if len(own) == len(after) and all(map(same, own, after)):  # a number of rows that a guard says to be even
+            return call.source
     reason = reasons.UNEVEN_SHARDS if pads_at_end(pad) else reasons.VIEW_NOT_UNDERSTOOD
     return Refusal(reason, f"pads by {list(pad)}" + (f", with {value}" if (value := call.values["value"]) else ""))
 

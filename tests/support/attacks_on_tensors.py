@@ -610,6 +610,7 @@ TENSORS: dict[str, tuple[Attack, list[str]]] = {
         rows_cut_off(lambda b, x: [b.call(aten.mm.default, x, b.placeholder((5, 3), torch.float64))], dim=1, end=5),
         ["ATP114"],
     ),
+    "rows padded by none": (rows_padded_by(0, 0, 0, 0), ["F"]),
     "rows padded by less than none": (rows_padded_by(0, 0, 0, -1), ["F"]),
     "rows padded by less than none, and changed": (
         rows_padded_by(0, 0, 0, -1, multiply=multiplied_and_changed),

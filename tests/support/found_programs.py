@@ -315,6 +315,17 @@ def step_of_a_padded_product_of_any_length(x: Tensor, w: Tensor) -> Tensor:
     return reduce_scatter_tensor_autograd(y, "sum", 0, dist.group.WORLD).square().sum()
 
 
+@found("F F F F F F F F", "own", trains=True, rows=(7, 12), x=[2, "tokens", 16], up=[16, 8], down=[8, 16])
+def step_of_a_batch_of_any_length(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """torch compiles anew for a number of tokens that needs no padding, and pads by a symbol that is 0."""
+    tokens = x.shape[1]
+    more = -tokens % RANKS
+    mine = F.pad(x, (0, 0, 0, more)).chunk(RANKS, 1)[0]
+    whole = all_gather_tensor_autograd(mine, 1, dist.group.WORLD)[:, :tokens]
+    y = F.pad(torch.relu(whole @ up) @ down, (0, 0, 0, more))
+    return reduce_scatter_tensor_autograd(y, "sum", 1, dist.group.WORLD).square().sum()
+
+
 @found("F", "own", x=[8, 16], w=[16, 8])
 def padded_by_no_row(x: Tensor, w: Tensor) -> Tensor:
     y = x @ w
