@@ -7,9 +7,19 @@ from typing import Any
 import found_programs
 import pytest
 import torch
+import torch._inductor.config
+from compiled_training import GATHERS_ALONG_ANY
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
+
+RUNNABLE = {
+    "three_streams_in_a_batch": GATHERS_ALONG_ANY,
+    "head_of_all_but_the_last_token": GATHERS_ALONG_ANY,
+    "step_of_a_batch_of_any_length": GATHERS_ALONG_ANY,
+    "batch_invariant_block": hasattr(torch._inductor.config, "batch_invariant"),
+}
+"""Whether this torch can compile those that some torch cannot."""
 
 Ran = list[dict[str, dict[str, Any]]]
 
@@ -21,6 +31,8 @@ def two_ranks() -> Ran:
 
 @pytest.mark.parametrize("name", found_programs.FOUND)
 def test_values_are_those_of_eager_and_reports_as_expected(ran: Ran, name: str) -> None:
+    if not RUNNABLE.get(name, True):
+        pytest.skip("torch 2.11 and 2.12 cannot")
     program = found_programs.FOUND[name]
     for rank in (one[name] for one in ran):
         assert "error" not in rank, rank["error"]
