@@ -9,6 +9,7 @@ what becomes of it, and who writes it first decides: no rank goes on while anoth
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,7 @@ from asynctp_passes.errors import DisagreementError
 from asynctp_passes.ops import run_check
 from asynctp_passes.planning.legality import is_on_wire
 from asynctp_passes.reporting.report import Report
+from asynctp_passes.reporting.strictness import raise_uncompiled
 from asynctp_passes.torch_private import giving_up, process_groups
 from asynctp_passes.waiting import looks, ranks_named
 
@@ -40,7 +42,7 @@ def note(report: Report, config: Config) -> None:
     """Note a graph that is compiled or came from a cache, should Dynamo give up the function that it is of."""
     dims = process_groups.mesh_dimensions()
     groups = (one.group for one in report.questions if is_on_wire(one.group, dims.get(one.group, ""), config))
-    giving_up.note_groups(groups, given_up=_leave, failed=_told)
+    giving_up.note_groups(groups, given_up=_leave, failed=_told, left=functools.partial(_left, config))
 
 
 def _waits(peers: process_groups.Peers) -> bool:
@@ -60,6 +62,15 @@ def _leave(given_up: giving_up.GivenUp) -> None:
     """
     if (error := _told(given_up)) is not None:
         raise error
+
+
+def _left(config: Config, given_up: giving_up.GivenUp) -> None:
+    """Judge that all ranks leave, as a function that torch does not compile.
+
+    Raises:
+        StrictError, ExpectError: As `config` asks for.
+    """
+    raise_uncompiled(given_up.name, given_up.reason, given_up.remedy, config)
 
 
 def _told(given_up: giving_up.GivenUp) -> DisagreementError | None:

@@ -17,7 +17,7 @@ from asynctp_passes.reporting.report import Report
 from asynctp_passes.torch_private import dynamo, inductor_compile, process_groups
 from asynctp_passes.torch_private.uncompiled import Uncompiled
 
-__all__ = ["judge_uncompiled", "raise_if_strict", "raise_if_strict_across"]
+__all__ = ["judge_uncompiled", "raise_if_strict", "raise_if_strict_across", "raise_uncompiled"]
 
 log = logging.getLogger(__name__)
 
@@ -83,17 +83,28 @@ def judge_uncompiled(found: Uncompiled, config: Config) -> None:
     if not process_groups.has_peers():
         return
     is_new = picture.note_uncompiled(found.name, found.reason)
-    told = f"torch fails to compile {found.name}, and what is not compiled is not fused ({found.reason})"
-    remedy = (
-        "change what is named there, or mark a function that neither multiplies nor communicates with "
-        "torch.compiler.disable; TORCH_LOGS=graph_breaks has more"
-    )
-    if config.strict == "all" and not found.is_judged:
-        raise StrictError(f'asynctp: {told}; strict="all" does not allow that. Remedy: {remedy}')
-    if config.expect and not found.is_judged:
-        raise ExpectError(f"asynctp: {told}; expect={config.expect} asks for chains. Remedy: {remedy}")
+    if not found.is_judged:
+        raise_uncompiled(found.name, found.reason, found.remedy, config)
     if is_new:
-        log.warning("asynctp: %s. Remedy: %s", told, remedy)
+        log.warning("asynctp: %s. Remedy: %s", _not_compiled(found.name, found.reason), found.remedy)
+
+
+def raise_uncompiled(function: str, reason: str, remedy: str, config: Config) -> None:
+    """Raise what `config.strict` and `config.expect` ask for where torch does not compile a function.
+
+    Raises:
+        StrictError: `strict="all"`.
+        ExpectError: `expect` is not 0.
+    """
+    told = f"asynctp: {_not_compiled(function, reason)}"
+    if config.strict == "all":
+        raise StrictError(f'{told}; strict="all" does not allow that. Remedy: {remedy}')
+    if config.expect:
+        raise ExpectError(f"{told}; expect={config.expect} asks for chains. Remedy: {remedy}")
+
+
+def _not_compiled(function: str, reason: str) -> str:
+    return f"torch fails to compile {function}, and what is not compiled is not fused ({reason})"
 
 
 def _raise_if(judged: Report, own: Report, config: Config, elsewhere: int, earlier: int = 0) -> None:

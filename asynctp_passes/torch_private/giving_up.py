@@ -47,10 +47,15 @@ class _Frame:
 
 @dataclass
 class _Noted:
-    """A function with graphs of asynctp's, and the groups of these. at_limit: `_limits` when these ended it."""
+    """A function with graphs of asynctp's.
+
+    groups: of these. left: called where Dynamo gives it up, and `given_up` has returned; it may raise. at_limit:
+    `_limits` when these ended it.
+    """
 
     name: str
     groups: frozenset[str]
+    left: Callable[[GivenUp], None]
     at_limit: tuple[int, ...] = ()
 
     def given_up(self, reason: str, remedy: str) -> GivenUp:
@@ -62,7 +67,10 @@ _noted: dict[Any, MutableMapping[CodeType, _Noted]] = {}  # by compiler
 
 
 def note_groups(
-    groups: Iterable[str], given_up: Callable[[GivenUp], None], failed: Callable[[GivenUp], object]
+    groups: Iterable[str],
+    given_up: Callable[[GivenUp], None],
+    failed: Callable[[GivenUp], object],
+    left: Callable[[GivenUp], None],
 ) -> None:
     """Note groups of a graph that is compiled, for the function that it is of: its backward may be compiled later.
 
@@ -72,6 +80,7 @@ def note_groups(
         groups: Names of process groups; none for a graph that concerns nobody else.
         given_up: Called on each call of such a function that runs as it is written, before that. It may raise.
         failed: Called where such a call raises instead, as with `fullgraph=True` at the recompile limit.
+        left: Called after `given_up`, if no stance of the program's is why; of this function alone. It may raise.
     """
     from torch._guards import CompileContext
 
@@ -88,7 +97,7 @@ def note_groups(
     codes = _noted_by(callback)
     for code in {frame.code, dynamo.original_code(frame.code)}:
         known = codes[code].groups if code in codes else frozenset()
-        codes[code] = _Noted(function.base, known | found)
+        codes[code] = _Noted(function.base, known | found, left)
 
 
 def _frame_on_stack() -> _Frame | None:
@@ -145,7 +154,9 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
         result.apply_to_code = False  # ask again at the next call
         noted.at_limit = _limits(code) if strategy.cur_action == actions.RUN_ONLY else ()
         if convert_frame.has_tensor_in_frame(frame):
-            given_up(_at_limit(callback, code, noted) if noted.at_limit else _skipped(noted, result))
+            found = _at_limit(callback, code, noted) if noted.at_limit else _skipped(noted, result)
+            given_up(found)
+            noted.left(found)
 
     @functools.wraps(from_stance)
     def callback_from_stance(callback: Any) -> Any:

@@ -17,6 +17,14 @@ import torch
 
 from asynctp_passes.torch_private import dynamo, giving_up
 
+CHANGE = (
+    "change what is named there, or mark a function that neither multiplies nor communicates with "
+    "torch.compiler.disable, and call it outside of loops, try and with; TORCH_LOGS=graph_breaks has more"
+)
+AT_LIMIT = (
+    "raise torch._dynamo.config.recompile_limit, or give what differs between the calls as a tensor or mark it "
+    "dynamic; TORCH_LOGS=recompiles names it"
+)
 _WITHOUT_NAMES = compile("0", "", "eval")
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
@@ -43,12 +51,14 @@ class Uncompiled:
     Attributes:
         name: As `CompiledFunction.base`.
         reason: Why, with the place.
+        remedy: What ends that.
         compiler: What was to compile it.
         is_judged: asynctp has graphs of it, and `giving_up` has ranks agree that they leave them.
     """
 
     name: str
     reason: str
+    remedy: str
     compiler: Compiler
     is_judged: bool
 
@@ -86,16 +96,17 @@ def _install() -> None:
 
     @functools.wraps(format_error_msg)
     def failed(error: Exception, *args: Any, **kwargs: Any) -> Any:
-        at_limit = getattr(error, "frame_exec_strategy", None) is not None  # torch itself warns of limits
-        if isinstance(error, Unsupported | UserError) and not at_limit:
+        at_limit = getattr(error, "frame_exec_strategy", None) is not None
+        if isinstance(error, Unsupported | UserError):
             stack = getattr(error, "real_stack", None)
-            _tell(stack[-1] if stack else None, str(error).strip().partition("\n")[0])
+            remedy = AT_LIMIT if at_limit else CHANGE
+            _tell(stack[-1] if stack else None, str(error).strip().partition("\n")[0], remedy)
         return format_error_msg(error, *args, **kwargs)
 
     @functools.wraps(step_graph_break)
     def stepped(self: Any, continue_inst: Any) -> Any:
         try:
-            _tell(self.frame_summary(), "a graph break from here on, after which torch cannot resume")
+            _tell(self.frame_summary(), "a graph break from here on, after which torch cannot resume", CHANGE)
         except Exception as error:  # Dynamo takes others for its own
             raise BackendCompilerFailed(self.output.compiler_fn, error, None) from error
         return step_graph_break(self, continue_inst)
@@ -104,7 +115,7 @@ def _install() -> None:
     translator.step_graph_break = stepped
 
 
-def _tell(place: Any, reason: str) -> None:
+def _tell(place: Any, reason: str, remedy: str) -> None:
     """Tell of the function that Dynamo compiles just now. place: Where it fails, with `filename` and `lineno`."""
     call = giving_up.callback_on_stack()
     if call is None or not _matters(call):
@@ -114,6 +125,7 @@ def _tell(place: Any, reason: str) -> None:
     found = Uncompiled(
         dynamo.name_of(dynamo.original_code(code)),
         where + reason,
+        remedy,
         _unwrapped(giving_up.compiler_of(callback)),
         giving_up.is_noted(callback, code),
     )

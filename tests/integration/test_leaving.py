@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -117,6 +118,12 @@ def at_limit(rank: int, _: int, name: str, alone: bool, limit: int) -> Ended:
     return calls(globals()[name], tags_of(rank, alone))
 
 
+def at_limit_under_strict(rank: int, _: int) -> Ended:
+    torch._dynamo.config.recompile_limit = 3
+    with mock.patch.dict(OPTIONS, strict="all"):
+        return calls(layer, tags_of(rank, False))
+
+
 def at_limit_of_all_forms(rank: int, _: int) -> Ended:
     torch._dynamo.config.accumulated_recompile_limit = 2
     return calls(functools.partial(layer), tags_of(rank, True))
@@ -219,6 +226,14 @@ def test_of_three_ranks_the_others_name_the_one_that_left(on_wire: None) -> None
 )
 def test_values_come_where_no_rank_leaves_alone(on_wire: None, name: str, alone: bool, limit: int) -> None:
     check_right(run_ranks(2, at_limit, name, alone, limit))
+
+
+@pytest.mark.ranks
+def test_where_all_leave_strict_raises(on_wire: None) -> None:
+    for one in run_ranks(2, at_limit_under_strict):
+        assert one.right == [True] * 3
+        assert one.error.startswith("StrictError: asynctp: torch fails to compile ")
+        assert "recompile_limit=3 is reached, with 3 compiled forms" in one.error
 
 
 @pytest.mark.ranks

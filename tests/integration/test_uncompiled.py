@@ -245,12 +245,34 @@ def test_an_ordinary_program_hears_nothing(name: str, caplog: pytest.LogCaptureF
     assert (told(caplog), asynctp_passes.summary().uncompiled) == ([], {})
 
 
-def test_torch_itself_warns_of_its_limits(caplog: pytest.LogCaptureFixture) -> None:
-    def program(x: Tensor, number: float) -> Tensor:
-        return x + number
+def numbered(x: Tensor, number: float) -> Tensor:
+    return x + number
 
-    own = compiled(program, strict="all")
+
+def test_the_form_that_a_limit_leaves_out_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    own = compiled(numbered)
     with torch._dynamo.config.patch(recompile_limit=1, specialize_float=True):
-        for number in range(3):
+        for number in range(4):
+            assert torch.equal(own(X, float(number)), X + number)
+    (line,) = told(caplog)
+    assert "recompile limit exceeded" in line
+    assert "Remedy: raise torch._dynamo.config.recompile_limit, or give what differs" in line
+    (name,) = asynctp_passes.summary().uncompiled
+    assert "numbered" in name
+    with pytest.raises(ExpectError, match="1 function not compiled"):
+        asynctp_passes.summary().require(0, 0)
+    caplog.clear()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8, specialize_float=True):
+        for number in range(4):
             own(X, float(number))
     assert told(caplog) == []
+
+
+@pytest.mark.parametrize(("options", "error"), [({"strict": "all"}, StrictError), ({"expect": 1}, ExpectError)])
+def test_a_limit_is_an_error_if_asked_for(options: dict[str, Any], error: type[Exception]) -> None:
+    own = compiled(numbered, **options)
+    with torch._dynamo.config.patch(recompile_limit=1, specialize_float=True):
+        own(X, 0.0)
+        with pytest.raises(error, match=r"recompile limit exceeded.*Remedy: raise torch\._dynamo"):
+            own(X, 1.0)
