@@ -1,7 +1,7 @@
 """Functions that Dynamo fails to compile: it says nothing, and they run as they are written, wholly or from a line on.
 
-Such a failure passes `format_error_msg`, which writes its entry in Dynamo's log. A function of which the beginning
-alone is compiled, since Dynamo cannot resume after a graph break in the rest, passes `step_graph_break`.
+A failure calls `format_error_msg`, which writes Dynamo's log entry. Where Dynamo cannot resume after a graph break, it
+compiles the beginning alone, and calls `step_graph_break`.
 """
 
 from __future__ import annotations

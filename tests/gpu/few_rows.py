@@ -27,8 +27,6 @@ from asynctp_kernels.cuda.gemm.cublas import Scaling, matmul
 from asynctp_kernels.cuda.gemm.few_rows import FewRows
 from torch import Tensor
 
-from asynctp_passes.tools.bench import orders
-
 #: (K, N): qkv, output, gate and up, down, of 8B and 70B, over 4 ranks and over 8
 SHAPES = (
     (4096, 1536), (1024, 4096), (4096, 7168), (3584, 4096), (4096, 768), (512, 4096), (4096, 3584), (1792, 4096),
@@ -108,35 +106,11 @@ def check_bits(kind: str, k: int, n: int) -> dict[str, Any]:
 
 
 # --- time ----------------------------------------------------------------------------------------------------------
-def measure(calls: dict[str, Call], count: int) -> dict[str, float]:
-    """Microseconds of a call, of `count` in a CUDA graph."""
-    graphs = {}
-    for name, call in calls.items():
-        call(0)
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for i in range(count):
-                call(i)
-        graphs[name].replay()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for order in orders(list(calls), ROUNDS):
-        for name in order:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            graphs[name].replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end) * 1e3 / count)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
 def compare(kind: str, m: int, k: int, n: int, bs: list[Tensor], a: Tensor, scales: tuple[Any, Any]) -> dict[str, Any]:
     """One case; `a` has m rows."""
     outs = {name: torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda") for name in ("ours", "cublas")}
     calls = {name: globals()[name](a, bs, out, *scales) for name, out in outs.items()}
-    found = measure(calls, max(len(bs), 16))
+    found = gemm.measure(calls, max(len(bs), 16), ROUNDS)
     error = ((outs["ours"].float() - outs["cublas"].float()).norm() / outs["cublas"].float().norm()).item()
     if not error < 0.01:
         raise SystemExit(f"{kind} {m} x {k} x {n} is wrong: error {error:g}")

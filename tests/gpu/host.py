@@ -1,4 +1,4 @@
-"""What a call costs the host, by each implementation, on ranks that may share GPUs.
+"""The host time of a call, by implementation, on ranks that may share GPUs.
 
     torchrun --nproc_per_node=4 tests/gpu/host.py
 

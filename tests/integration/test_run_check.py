@@ -139,7 +139,7 @@ def test_ranks_that_raised_may_run_alike_next(two: tuple[Rank, Rank]) -> None:
 
 
 def test_a_rank_that_comes_too_late_raises_as_well(two: tuple[Rank, Rank]) -> None:
-    """What the first one said does not count: it makes another collective next."""
+    """The first rank raises, and makes another collective next: its earlier words do not count."""
     first, second = two
     assert "rank 1 of group 'tp' did not come" in first.waits_in_vain(7)
     late = second.runs(7)

@@ -152,7 +152,7 @@ def test_a_helper_is_marked_as_the_remedy_says() -> None:
 # --- who is not told ------------------------------------------------------------------------------------------------
 @dataclass
 class Out:
-    """What a function may return."""
+    """Values that a function may return."""
 
     value: Tensor
 
@@ -163,7 +163,7 @@ def scope(x: Tensor) -> Iterator[Tensor]:
 
 
 def resumed(x: Tensor) -> Out:
-    """Graph breaks of many kinds, from all of which torch resumes."""
+    """Graph breaks of many kinds; torch resumes after each."""
     print("a print")
     logging.getLogger(__name__).info("a log")
     if x.sum() > 0:

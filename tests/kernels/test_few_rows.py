@@ -42,7 +42,7 @@ def made(
     rowwise: bool = False,
     bias: bool = False,
 ) -> Any:
-    """What `FewRows` has prepared."""
+    """The kernel that `FewRows` prepares."""
     a = torch.empty(m, k, dtype=dtype)
     bs = [torch.empty(n, k, dtype=dtype).t() if k_major else torch.empty(k, n, dtype=dtype) for n in ns]
     outs = [torch.empty(m, n, dtype=out_dtype) for n in ns]

@@ -67,7 +67,7 @@ LIMITS = {
         ("all-reduce of few rows", "direct"): (22, 6),
     }.items()
 }
-"""Of a call from generated code, wherever its memory is. Raise one only with a reason; lower it when you can.
+"""Limits of a call from generated code, at any addresses. Raise one only with a reason; lower it when you can.
 
 A launch of a graph counts as one call of the driver here; each address that is not where it was is one more.
 """

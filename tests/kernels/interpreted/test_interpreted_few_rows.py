@@ -21,7 +21,7 @@ CASES = (
 
 
 def _errors(rank: int, group: Any, swapped: bool) -> list[float]:
-    """Of each case, the relative error."""
+    """The relative error of each case."""
     from dataclasses import replace
     from unittest import mock
 

@@ -145,7 +145,7 @@ _DEEP, _MIDDLE, _SHALLOW = 512, 256, 128
 
 
 def few_rows_tiles(itemsize: int, rows: int, columns: int, programs: int) -> FewRowsTiles:
-    """The tiles for so many rows, of which there are few, and columns of all Bs, on `programs` SMs.
+    """The tiles of a matmul of few rows. columns: Of all Bs. programs: SMs.
 
     As small as leaves one tile for each SM: an SM reads no faster than 64 bytes a cycle, and a tile reads its rows of A
     too. What a stage reads is counted in bytes: deep stages have less to wait for. Where there are more tiles than SMs,

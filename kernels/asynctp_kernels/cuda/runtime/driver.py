@@ -271,7 +271,7 @@ _captures = threading.local()
 
 
 def note(stream: int, values: Sequence[Any]) -> None:
-    """Tell a capture of this thread, if there is one, of which values the last node on `stream` was made."""
+    """Note the values of the last node on `stream`, where this thread captures (`captured`)."""
     noted = getattr(_captures, "noted", None)
     if noted is not None:
         noted.append((_last_node(stream), values))

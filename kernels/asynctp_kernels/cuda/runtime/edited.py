@@ -9,8 +9,8 @@ memory costs what known memory does, but for the edits.
 What makes that as sound as to enqueue:
 
 - *Which parameter is which tensor's address* is known, not guessed. The capture is made with stand-ins for the call's
-  tensors, whose addresses say of which tensor they are, and how far into it (`Address`). A launch or copy hands them
-  on to the node that it makes (`driver.note`). A parameter that is not found there, or twice, refuses the graph.
+  tensors. Their addresses (`Address`) have the tensor's number and the offset in it. A launch or copy notes the values
+  of its node (`driver.note`). A parameter that is not found there, or twice, refuses the graph.
 - *Copies* are edited in every call: a copy in a graph is of the memory that was at its addresses when they were last
   set, which need not be what is there now. PyTorch's allocator may have given it back meanwhile, and got other memory
   at the same place. (Launched then, a copy from another GPU was an "unspecified launch failure" on 2 x H200, CUDA 13.0,
@@ -180,7 +180,7 @@ class Copy:
 
 
 class EditableGraph:
-    """A graph on a GPU, of which each launch says where the tensors of its call are.
+    """An executable graph; each launch gives the addresses of its call's tensors.
 
     Args:
         graph: CUgraph; destroyed with this.
