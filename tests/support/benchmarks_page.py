@@ -100,6 +100,8 @@ FEW_TOKENS = (
     Run("4×H200", "2.11", "c11e530", H200_4, ("e2e-2048-graphs.txt",), f"--kinds bf16 --rounds 2 {GRAPHS}"),
     Run("4×H100", "2.11", "b889172", H100_4, ("e2e-2048.json",), "--sizes 8b --kinds bf16"),
     Run("4×H100", "2.11", "b889172", H100_4, ("e2e-2048-graphs.json",), f"--sizes 8b --kinds bf16 {GRAPHS}"),
+    Run("2×H200", "2.11", "93187e5", "2026-11-29-h200x2", ("steps-2048.txt",),
+        "--sizes 8b --kinds bf16,fp8,fp8-rowwise"),
     Run("2×H100", "2.11", "10f65ce", H100_2, ("e2e-short.txt",), f"--sizes 8b --batches 1x1024,1x2048 {GRAPHS}"),
 )  # fmt: skip
 TUNED = "--ops gather,scatter --all --tune --rounds 3"

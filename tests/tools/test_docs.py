@@ -143,17 +143,6 @@ def test_code_runs_and_prints_the_output_shown(page: Path, tmp_path: Path, monke
     assert [line for line in shown if line not in printed and line != "..."] == []
 
 
-def test_excerpts_are_from_the_code() -> None:
-    """Line by line, without comments and indentation; `...` stands for what is left out."""
-    folder = ROOT / "kernels" / "asynctp_kernels" / "cuda"
-    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
-    known = {_bare(line) for line in source.splitlines()}
-    blocks = _BLOCK.findall((DOCS / "internals" / "protocol.md").read_text(encoding="utf-8"))
-    assert len(blocks) >= 4
-    lines = [_bare(line) for block in blocks for line in block.splitlines()]
-    assert [line for line in lines if line not in known and line != "..."] == []
-
-
 def test_private_names_of_torch_on_the_page_of_hooks_are_used() -> None:
     page = (DOCS / "explanation" / "hooks.md").read_text(encoding="utf-8")
     _, section = page.split("\n## Private names\n")
@@ -163,10 +152,6 @@ def test_private_names_of_torch_on_the_page_of_hooks_are_used() -> None:
     package = ROOT / "asynctp_passes"
     source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py")))
     assert [name for name in names if not re.search(rf"\b{name}\b", source)] == []
-
-
-def _bare(line: str) -> str:
-    return line.strip().split("  # ")[0]
 
 
 def test_version_is_the_same_everywhere() -> None:
