@@ -15,10 +15,12 @@ pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import calls
+from asynctp_kernels.cuda.runtime import edited
 from asynctp_kernels.errors import SymmetricMemoryError
 from bound import bound, named_group, operands
 from cuda_stubs import Copied, Group, Machine, gather_call, machine, scatter_call
-from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, TENSORWISE, WORLD, op
+from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, TENSORWISE, WORLD
+from plan_runs import op as by_op
 from torch import Tensor
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -34,11 +36,19 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture
-def here() -> Iterator[Machine]:
+@pytest.fixture(params=["enqueued", "launched by Python", "launched by C"])
+def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    if request.param != "launched by C":
+        monkeypatch.setattr(edited, "native", lambda: "no compiler")
     with machine(RANK, WORLD) as made, named_group(made):
-        made.kernels = {}  # nothing is computed
+        made.kernels, made.edits = {}, request.param != "enqueued"  # nothing is computed
         yield made
+
+
+def op(here: Machine, call: Any) -> Any:
+    """The call by its op; before that another one, whose successor is captured."""
+    by_op(here, call)
+    return by_op(here, call)
 
 
 def made_by(here: Machine, do: Callable[[], Any]) -> tuple[Any, list[Any]]:
@@ -65,12 +75,12 @@ def test_a_bound_call_enqueues_what_the_op_does(case: str, implementation: str, 
     call = CALLS[case]()
     with cuda.forced(implementation):
         op(here, call)
-        expected, by_op = made_by(here, lambda: op(here, call))
+        expected, asked = made_by(here, lambda: by_op(here, call))
         one = bound(here, call)
         assert one is not None
         count = calls.made[call.op, implementation]
         found, directly = made_by(here, lambda: one(*operands(call)))
-    assert kinds(directly) == kinds(by_op) != []
+    assert kinds(directly) == kinds(asked) != []
     assert calls.made[call.op, implementation] == count + 1
     several = [expected, found] if isinstance(expected, Tensor) else zip(expected, found, strict=True)
     for wanted, given in [several] if isinstance(expected, Tensor) else several:
@@ -156,11 +166,11 @@ def test_a_group_that_has_failed_raises_its_error(here: Machine, gather: Any) ->
     one = bound(here, gather)
     assert one is not None
     here.memory.fail(RuntimeError("rank 2 did not come"))
-    with pytest.raises(SymmetricMemoryError, match="out of step since: RuntimeError: rank 2 did not come") as by_op:
-        op(here, gather)
+    with pytest.raises(SymmetricMemoryError, match="out of step since: RuntimeError: rank 2 did not come") as told:
+        by_op(here, gather)
     with pytest.raises(SymmetricMemoryError) as directly:
         one(*operands(gather))
-    assert str(directly.value) == str(by_op.value)
+    assert str(directly.value) == str(told.value)
 
 
 def test_a_call_that_raises_half_way_is_the_groups_failure(here: Machine, gather: Any) -> None:

@@ -47,6 +47,16 @@ Check = Callable[[Any], str | None]
 """Why a call cannot run so, or None."""
 
 
+class Recipe(NamedTuple):
+    """How calls are made whose operands lie as a plan reads them: see `bound_calls.Bound`, and `GroupMemory.call`."""
+
+    operands: tuple[int, ...]
+    makers: tuple[Callable[[], Any] | None, ...]
+    results: int
+    land: bool = False
+    land_gathers: bool = False
+
+
 class Implementation:
     """One way to run a kind of call: a plan's class is its entry in the table of implementations.
 
