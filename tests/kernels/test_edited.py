@@ -152,7 +152,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(edited, name, function((of | rest)[name]))
     monkeypatch.setattr(edited, "_stream", lambda device, urgent: STREAM)
     pointers = DriverOfC(lambda name: getattr(made, name))
-    monkeypatch.setattr(edited, "_functions", lambda: pointers.table)
+    monkeypatch.setattr(edited, "functions", lambda: pointers.table)
     if request.param == "Python":
         monkeypatch.setattr(edited, "native", lambda: "no compiler")
     else:

@@ -259,7 +259,14 @@ class Machine:
         self.urgent: list[bool] = []
         #: graphs by what the driver calls them, and the driver as C code has it
         self.executables: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
-        self.of_c = DriverOfC(self.function_of_c)
+        functions: dict[str, Callable[..., Any]] = {
+            "cuGraphLaunch": self.launch,
+            "cuEventRecord": self.record_event,
+            "cuStreamWaitEvent": self.wait_event,
+            "cuStreamIsCapturing": self.is_capturing,
+            "cuCtxGetCurrent": self.get_context,
+        }
+        self.of_c = DriverOfC(functions.__getitem__)
         self._events = 0
         self._streams = iter([COPY, REDUCE])
 
@@ -289,11 +296,14 @@ class Machine:
     def wait_event(self, stream: int, event: int, flags: int) -> None:
         self.do(Awaited(stream, event, flags == driver._EVENT_WAIT_EXTERNAL))
 
-    def function_of_c(self, name: str) -> Callable[..., Any]:
-        """A function of the driver, for C code."""
-        return {"cuGraphLaunch": self.launch, "cuEventRecord": self.record_event, "cuStreamWaitEvent": self.wait_event}[
-            name
-        ]
+    def is_capturing(self, stream: int, status: int) -> None:
+        ctypes.c_int.from_address(status).value = self.capturing != 0
+
+    def context(self) -> int:
+        return 1 if self.current_device is None else 2 + self.current_device
+
+    def get_context(self, place: int) -> None:
+        ctypes.c_void_p.from_address(place).value = self.context()
 
     def launch(self, executable: int, stream: int) -> None:
         graph = self.executables[executable]
@@ -509,7 +519,11 @@ def machine(
             "capturing": lambda: here.capturing != 0,
             "machine": lambda index: ((9, 0), SMS, properties.name),
         },
-        edited: {"capture": here.capture},
+        edited: {
+            "capture": here.capture,
+            "current_context": here.context,
+            "functions": lambda: here.of_c.table,
+        },
         edited.PlanGraph: {"_make": lambda *given: here.edits and make(*given)},
         memory: {
             "_share": here.share,

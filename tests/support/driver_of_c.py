@@ -13,7 +13,7 @@ _ARGUMENTS = {
     "cuGraphExecMemcpyNodeSetParams": 4,
     "cuTensorMapReplaceAddress": 2,
     "cuGraphLaunch": 2,
-    "cuEventRecord": 2,
+    "cuCtxGetCurrent": 1,
 }
 
 

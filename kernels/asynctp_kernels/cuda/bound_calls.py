@@ -49,12 +49,12 @@ class Bound(NamedTuple):
     otherwise, failed: The call in Python, and what raises the error of a driver's function.
     memory, graph, group: Weak references to these. resolve, name: What gives the group, of this name.
     requests, asked: `select.asked`, and the last one there, or None, when this was bound.
-    generation, skipped: Of the memory. capturing, device, gpu, stream: Of the driver, and the index of the device.
+    generation, skipped: Of the memory. stream, gpu: What gives the current stream of the device of this index.
     operands: The operands in the order of a call's addresses. makers: What makes the memory behind these, each once
     more for None. results: So many of that are returned, or one alone, -1 for the first. tensors: All of these.
     try_turn, release: Of the turn. counts, counted: Where calls are counted. implementation: The plan's name.
-    number, last: Of the memory, and the event of its last call's end. landed: The event of the gathers in flight, if
-    calls come after them; 1, if after all that is in flight; or 0. order: Of the device.
+    context: The device's. number, last: Of the memory, and the event of its last call's end. landed: The event of the gathers in flight, if
+    calls come after them; 1, if after all that is in flight; or 0. driver, order: Its functions; of the device.
     """
 
     otherwise: Callable[..., Any]
@@ -68,10 +68,8 @@ class Bound(NamedTuple):
     asked: str | None
     generation: int
     skipped: int
-    capturing: Callable[[], bool]
-    device: Callable[[], int | None]
-    gpu: int | None
     stream: Callable[[int], int]
+    gpu: int | None
     operands: tuple[int, ...]
     makers: tuple[Callable[[], Tensor] | None, ...]
     results: int
@@ -81,9 +79,11 @@ class Bound(NamedTuple):
     counts: dict[tuple[str, str], int]
     counted: tuple[str, str]
     implementation: str
+    context: int
     number: int
     last: int
     landed: int
+    driver: Any
     order: Order
 
 
@@ -166,9 +166,9 @@ class BoundCall:
         return Bound(
             self, self.failed, self._memory, weakref.ref(plan.graph), self._group, self._resolve, self._group_name,
             select.asked, select.asked[-1] if select.asked else None, self._generation, self._skipped,
-            driver.capturing, driver.current_device, self._index, driver.current_stream, operands, makers, results,
-            sum(counts) + len(makers), memory.turn.acquire, memory.turn.release, made, self._counted, plan.name,
-            memory.number, memory.last, landed, memory.orders[False],
+            driver.current_stream, self._index, operands, makers, results, sum(counts) + len(makers),
+            memory.turn.acquire, memory.turn.release, made, self._counted, plan.name, edited.current_context(),
+            memory.number, memory.last, landed, edited.functions(), memory.orders[False],
         )  # fmt: skip
 
     def holds(self) -> bool:

@@ -84,7 +84,7 @@ _launch = gpu.function("cuGraphLaunch", *[ctypes.c_void_p] * 2)
 #: as `site.c` has them
 _FUNCTIONS = (
     "cuGraphExecKernelNodeSetParams_v2", "cuGraphExecMemcpyNodeSetParams", "cuTensorMapReplaceAddress", "cuGraphLaunch",
-    "cuEventRecord", "cuStreamWaitEvent",
+    "cuEventRecord", "cuStreamWaitEvent", "cuStreamIsCapturing", "cuCtxGetCurrent",
 )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def native() -> Any:
 
 
 @functools.cache
-def _functions() -> Any:
+def functions() -> Any:
     """The addresses of the driver's functions."""
     found = [ctypes.cast(getattr(gpu.library(), name), ctypes.c_void_p) for name in _FUNCTIONS]
     return (ctypes.c_void_p * len(found))(*found)
@@ -193,15 +193,14 @@ def _copy(node: ctypes.c_void_p, values: Sequence[Any]) -> Node:
     Raises:
         Unedited: It is not of one range of bytes.
     """
-    params, context = (ctypes.c_uint64 * _COPY_WORDS)(), ctypes.c_void_p()
+    params = (ctypes.c_uint64 * _COPY_WORDS)()
     gpu.call("cuGraphMemcpyNodeGetParams", node, ctypes.byref(params))
-    gpu.call("cuCtxGetCurrent", ctypes.byref(context))
     if params[-2:] != [1, 1] or any(params[word] for word in _OFFSETS):
         raise Unedited("a copy of many ranges")
     ends = [(word, at) for word, at in zip((_TO, _FROM), values, strict=True) if isinstance(at, Address)]
     places = [ctypes.c_uint64.from_buffer(params, word * _WORD) for word, _ in ends]
     edits = [Edit(place, at.number, at.offset) for place, (_, at) in zip(places, ends, strict=True)]
-    return Node(node.value or 0, ctypes.addressof(params), context.value, edits, params)
+    return Node(node.value or 0, ctypes.addressof(params), current_context(), edits, params)
 
 
 class EditableGraph:
@@ -279,7 +278,7 @@ def native_graph(executable: int | None, nodes: Sequence[Node]) -> Any:
     packed = b"".join(struct.pack("4Q", *each) for each in ofs)
     listed = b"".join(struct.pack("4Q", n.node, n.params, n.context or 0, len(n.edits)) for n in nodes)
     tensors = max((edit.number + 1 for edit in edits), default=0)
-    return native().Graph(_functions(), executable, listed, packed, tensors)
+    return native().Graph(functions(), executable, listed, packed, tensors)
 
 
 def raise_failed(name: str, code: int, unedited: bool) -> None:
@@ -294,6 +293,13 @@ def raise_failed(name: str, code: int, unedited: bool) -> None:
 
 def _changes(value: Any) -> bool:
     return isinstance(getattr(value, "address", value), Address)
+
+
+def current_context() -> int:
+    """This thread's CUcontext, or 0."""
+    context = ctypes.c_void_p()
+    gpu.call("cuCtxGetCurrent", ctypes.byref(context))
+    return context.value or 0
 
 
 def _kind(node: ctypes.c_void_p) -> int:

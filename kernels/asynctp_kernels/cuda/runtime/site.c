@@ -20,6 +20,8 @@ typedef struct {
     int (*launch)(void *executable, void *stream);
     int (*record)(void *event, void *stream);
     int (*wait)(void *stream, void *event, unsigned flags);
+    int (*is_capturing)(void *stream, int *is);
+    int (*current)(void **context);
 } Driver;
 
 /* The order of the calls of a device that no graph of the program's captures: `memory.Order`. */
@@ -144,8 +146,8 @@ static PyObject *graph_shown(PyObject *self, void *unused)
 /* --- a call ------------------------------------------------------------------------------------------------------ */
 /* The fields of `bound_calls.Bound`, in their order. */
 enum {
-    OTHERWISE, FAILED, MEMORY, GRAPH, GROUP, RESOLVE, NAME, REQUESTS, ASKED, GENERATION, SKIPPED, CAPTURING, DEVICE, GPU,
-    STREAM, OPERANDS, MAKERS, RESULTS, TENSORS, TRY, RELEASE, COUNTS, COUNTED, IMPLEMENTATION, NUMBER, LAST, LANDED, ORDER,
+    OTHERWISE, FAILED, MEMORY, GRAPH, GROUP, RESOLVE, NAME, REQUESTS, ASKED, GENERATION, SKIPPED, STREAM, GPU, OPERANDS,
+    MAKERS, RESULTS, TENSORS, TRY, RELEASE, COUNTS, COUNTED, IMPLEMENTATION, CONTEXT, NUMBER, LAST, LANDED, DRIVER, ORDER,
     FIELDS
 };
 
@@ -153,9 +155,9 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     PyObject *bound;
-    Py_buffer order;
+    Py_buffer driver, order;
     Py_ssize_t tensors, results;
-    uint64_t number, last, landed;
+    uint64_t context, number, last, landed;
 } Call;
 
 static PyObject *text_graph, *text_native, *text_generation, *text_skipped, *text_failure, *text_made, *text_launched,
@@ -181,10 +183,12 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *names)
     call->vectorcall = call_make;
     call->tensors = PyLong_AsSsize_t(PyTuple_GET_ITEM(bound, TENSORS));
     call->results = PyLong_AsSsize_t(PyTuple_GET_ITEM(bound, RESULTS));
+    call->context = number_at(bound, CONTEXT);
     call->number = number_at(bound, NUMBER);
     call->last = number_at(bound, LAST);
     call->landed = number_at(bound, LANDED);
-    if (PyErr_Occurred() || PyObject_GetBuffer(PyTuple_GET_ITEM(bound, ORDER), &call->order, PyBUF_WRITABLE)) {
+    if (PyErr_Occurred() || PyObject_GetBuffer(PyTuple_GET_ITEM(bound, ORDER), &call->order, PyBUF_WRITABLE)
+        || PyObject_GetBuffer(PyTuple_GET_ITEM(bound, DRIVER), &call->driver, PyBUF_SIMPLE)) {
         Py_DECREF(call);
         return NULL;
     }
@@ -195,6 +199,7 @@ static void call_free(Call *call)
 {
     PyTypeObject *type = Py_TYPE(call);
     if (call->order.obj) PyBuffer_Release(&call->order);
+    if (call->driver.obj) PyBuffer_Release(&call->driver);
     Py_XDECREF(call->bound);
     type->tp_free(call);
     Py_DECREF(type);
@@ -208,7 +213,21 @@ static int is(PyObject *found, PyObject *wanted)
     return same;
 }
 
-/* The group of the name is that of before, nothing else is asked for, no capture is under way, the device is ours. */
+/* The stream of a call, if none is being captured there, and the device is ours. */
+static int stream_of(Call *call, PyObject *const *bound, uint64_t *stream)
+{
+    const Driver *driver = call->driver.buf;
+    PyObject *found = PyObject_CallOneArg(bound[STREAM], bound[GPU]);
+    void *context = NULL;
+    int captures = 0;
+    if (!found) return 0;
+    *stream = PyLong_AsUnsignedLongLong(found);
+    Py_DECREF(found);
+    return !PyErr_Occurred() && !driver->current(&context) && (uint64_t)context == call->context
+        && !driver->is_capturing((void *)*stream, &captures) && !captures;
+}
+
+/* The group of the name is that of before, and nothing else is asked for. */
 static int is_as_bound(PyObject *const *bound)
 {
     PyObject *requests = bound[REQUESTS];
@@ -221,8 +240,7 @@ static int is_as_bound(PyObject *const *bound)
     int same = found == group;
     Py_DECREF(group);
     Py_XDECREF(found);
-    return same && is(PyObject_CallNoArgs(bound[CAPTURING]), Py_False)
-        && is(PyObject_CallNoArgs(bound[DEVICE]), bound[GPU]);
+    return same;
 }
 
 /* Append the addresses of a tensor, of a list of them, or of None. */
@@ -282,7 +300,7 @@ static void note(PyObject *const *bound, PyObject *memory)
 /* Enqueue the call in its turn, as `GroupMemory.call` does: after the device's last one, and what is in flight. */
 static const char *enqueue(Call *call, Graph *graph, uint64_t stream, const uint64_t *at, int *code, int *edited)
 {
-    const Driver *driver = graph->driver.buf;
+    const Driver *driver = call->driver.buf;
     Order *order = call->order.buf;
     const char *failed = edit(graph, at, code);
     if (failed) return failed;
@@ -316,11 +334,11 @@ static Graph *graph_of(PyObject *const *bound, PyObject *memory, PyObject *plan_
 static PyObject *call_directly(Call *call, PyObject *const *args, Py_ssize_t given)
 {
     PyObject *const *bound = &PyTuple_GET_ITEM(call->bound, 0);
-    PyObject *made = NULL, *stream_number = NULL, *memory = NULL, *plan_graph = NULL, *keeper = NULL, *turn = NULL;
+    PyObject *made = NULL, *memory = NULL, *plan_graph = NULL, *keeper = NULL, *turn = NULL;
     PyObject *results = NULL, *operands = bound[OPERANDS];
     uint64_t at[MOST], bits = 0, stream;
     Py_ssize_t count = 0;
-    if (!is_as_bound(bound)) goto out;
+    if (!stream_of(call, bound, &stream) || !is_as_bound(bound)) goto out;
     if (!(memory = PyObject_CallNoArgs(bound[MEMORY])) || memory == Py_None) goto out;
     if (!(plan_graph = PyObject_CallNoArgs(bound[GRAPH])) || plan_graph == Py_None) goto out;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(operands); i++) {
@@ -330,9 +348,6 @@ static PyObject *call_directly(Call *call, PyObject *const *args, Py_ssize_t giv
     if (!(made = made_anew(bound[MAKERS], at, &count)) || count != call->tensors) goto out;
     for (Py_ssize_t i = 0; i < count; i++) bits |= at[i];
     if (bits & 15) goto out; /* operands are copied first */
-    if (!(stream_number = PyObject_CallOneArg(bound[STREAM], bound[GPU]))) goto out;
-    stream = PyLong_AsUnsignedLongLong(stream_number);
-    if (PyErr_Occurred()) goto out;
     if (!(turn = PyObject_CallOneArg(bound[TRY], Py_False)) || turn != Py_True) goto out; /* never waits */
     {
         const char *failed = NULL;
@@ -359,7 +374,6 @@ out:
     PyErr_Clear();
 done:
     Py_XDECREF(made);
-    Py_XDECREF(stream_number);
     Py_XDECREF(memory);
     Py_XDECREF(plan_graph);
     Py_XDECREF(keeper);
