@@ -42,7 +42,6 @@ def _not_bound(*tensors: Any) -> None:
     """In place of a bound call, where the op makes all calls."""
 
 
-
 def mark(graph: fx.Graph, groups: Sequence[object], direct: bool) -> str:
     """Have the fused ops of a graph called from places that they are bound to, if `direct` and if that can be.
 

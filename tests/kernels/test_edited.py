@@ -144,7 +144,7 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return call
 
     monkeypatch.setattr(driver, "library", lambda: made)
-    monkeypatch.setattr(driver, "_message", str)
+    monkeypatch.setattr(driver, "error_text", "{}: {}".format)
     monkeypatch.setattr(driver, "_copy_1d", function("cuMemcpyDtoDAsync_v2"))
     for name in ("_set_kernel", "_set_copy", "_replace_address", "_launch"):
         of = {"_set_kernel": "cuGraphExecKernelNodeSetParams_v2", "_set_copy": "cuGraphExecMemcpyNodeSetParams"}

@@ -7,8 +7,8 @@ what may have changed since: it runs the plan exactly as they would, or says tha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from asynctp_kernels.cuda.groups import fail_group_on_error
 from asynctp_kernels.cuda.plans.own_program import OwnProgram
 from asynctp_kernels.cuda.runtime import edited
 from asynctp_kernels.cuda.runtime.machine import driver
-from asynctp_kernels.cuda.runtime.memory import GroupMemory, Order, existing_memory
+from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory
 from asynctp_kernels.torch_private import group_resolver
 
 __all__ = ["BoundCall", "bind"]
@@ -41,50 +41,6 @@ def bind(call: Any) -> Any:
     one = BoundCall(call, memory, plan)
     bound = None if plan.graph is None or isinstance(edited.native(), str) else one.in_c(call, memory, plan)
     return one if bound is None else edited.native().Call(bound)
-
-
-class Bound(NamedTuple):
-    """What `site.c` looks at in each call, and makes the call with; the fields are in the order of those there.
-
-    otherwise, failed: The call in Python, and what raises the error of a driver's function.
-    memory, graph, group: Weak references to these. resolve, name: What gives the group, of this name.
-    requests, asked: `select.asked`, and the last one there, or None, when this was bound.
-    generation, skipped: Of the memory. stream, gpu: What gives the current stream of the device of this index.
-    operands: The operands in the order of a call's addresses. makers: What makes the memory behind these, each once
-    more for None. results: So many of that are returned, or one alone, -1 for the first. tensors: All of these.
-    try_turn, release: Of the turn. counts, counted: Where calls are counted. implementation: The plan's name.
-    context: The device's. number, last: Of the memory, and the event of its last call's end. landed: The event of the gathers in flight, if
-    calls come after them; 1, if after all that is in flight; or 0. driver, order: Its functions; of the device.
-    """
-
-    otherwise: Callable[..., Any]
-    failed: Callable[[str, int], None]
-    memory: Callable[[], Any]
-    graph: Callable[[], Any]
-    group: Callable[[], Any]
-    resolve: Callable[[str], Any]
-    name: str
-    requests: list[str]
-    asked: str | None
-    generation: int
-    skipped: int
-    stream: Callable[[int], int]
-    gpu: int | None
-    operands: tuple[int, ...]
-    makers: tuple[Callable[[], Tensor] | None, ...]
-    results: int
-    tensors: int
-    try_turn: Callable[[bool], bool]
-    release: Callable[[], None]
-    counts: dict[tuple[str, str], int]
-    counted: tuple[str, str]
-    implementation: str
-    context: int
-    number: int
-    last: int
-    landed: int
-    driver: Any
-    order: Order
 
 
 class BoundCall:
@@ -149,26 +105,26 @@ class BoundCall:
         assert memory is not None
         fail_group_on_error(memory, edited.raise_failed, name, code, False)
 
-    def in_c(self, call: Any, memory: GroupMemory, plan: Any) -> Bound | None:
+    def in_c(self, call: Any, memory: GroupMemory, plan: Any) -> tuple[Any, ...] | None:
         """What `site.c` makes the call with; None where operands are copied or results viewed."""
         if self._gathers:
             given = (call.a_shard, call.bs, call.biases, call.a_scale, call.b_scales, call.along_shard)
         else:
             given = (call.a_parts, call.b_parts, call.biases, call.a_scales, call.b_scales, call.added)
-        tensors = [[each] if isinstance(each, Tensor) else each or () for each in given]
+        tensors = [
+            [each] if isinstance(each, Tensor) else [one for one in each or () if one is not None] for each in given
+        ]
         recipe = plan.recipe(call.a_parts[0].shape[:-1] if self._whole else ())
-        others = [each for number, many in enumerate(tensors) if number != 1 for each in many if each is not None]
-        if recipe is None or not all(each.is_contiguous() for each in others):
+        if recipe is None or not all(each.is_contiguous() for many in (tensors[0], *tensors[2:]) for each in many):
             return None
         operands, makers, results, land, land_gathers = recipe
-        counts = [sum(each is not None for each in tensors[place]) for place in operands]
-        landed = int(land) or (memory.gathers[False][0] if land_gathers else 0)
-        return Bound(
+        return (
             self, self.failed, self._memory, weakref.ref(plan.graph), self._group, self._resolve, self._group_name,
             select.asked, select.asked[-1] if select.asked else None, self._generation, self._skipped,
-            driver.current_stream, self._index, operands, makers, results, sum(counts) + len(makers),
-            memory.turn.acquire, memory.turn.release, made, self._counted, plan.name, edited.current_context(),
-            memory.number, memory.last, landed, edited.functions(), memory.orders[False],
+            driver.current_stream, self._index, operands, makers, results,
+            sum(len(tensors[place]) for place in operands) + len(makers), memory.turn.acquire, memory.turn.release,
+            made, self._counted, plan.name, edited.current_context(), memory.number, memory.last,
+            int(land) or land_gathers * memory.gathers[False][0], edited.functions(), memory.orders[False],
         )  # fmt: skip
 
     def holds(self) -> bool:

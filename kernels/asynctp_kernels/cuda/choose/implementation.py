@@ -48,7 +48,7 @@ Check = Callable[[Any], str | None]
 
 
 class Recipe(NamedTuple):
-    """How calls are made whose operands lie as a plan reads them: see `bound_calls.Bound`, and `GroupMemory.call`."""
+    """How calls are made whose operands lie as a plan reads them: see `site.c`, and `GroupMemory.call`."""
 
     operands: tuple[int, ...]
     makers: tuple[Callable[[], Any] | None, ...]

@@ -90,7 +90,7 @@ _FUNCTIONS = (
 
 @functools.cache
 def native() -> Any:
-    """The module of `site.c`, or why there is none; Triton's helper builds it at first use, and keeps it in its cache."""
+    """The module of `site.c`, which Triton's helper builds once and keeps in its cache; or why there is none."""
     try:
         source = Path(__file__).with_name("site.c").read_text()
         return build.compile_module_from_src(source, "asynctp_site")
@@ -115,11 +115,7 @@ class Edit(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A kernel or copy of an executable graph, some of whose parameters are addresses of a call's memory.
-
-    node: The graph's. params: The address of its parameters. context: Of a copy; None for a kernel. kept: Memory of
-    the parameters.
-    """
+    """A kernel or a copy, which has a context, of an executable graph. params: An address. kept: What has that."""
 
     node: int
     params: int
@@ -220,7 +216,11 @@ class EditableGraph:
     def __init__(self, graph: ctypes.c_void_p, noted: Sequence[gpu.Noted]) -> None:
         self._graph, self._executable, self._shown = graph, ctypes.c_void_p(), tuple[int, ...]()
         kinds = {_KERNEL: _kernel, _COPY: _copy}
-        self._nodes = [kinds[_kind(node)](node, values) for node, values in noted if any(map(_changes, values))]
+        self._nodes = [
+            kinds[_told("cuGraphNodeGetType", node)](node, values)
+            for node, values in noted
+            if any(map(_changes, values))
+        ]
         flags = ctypes.c_ulonglong(_USE_NODE_PRIORITY)
         gpu.call("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), graph, flags)
         self.native = native_graph(self._executable.value, self._nodes)
@@ -274,21 +274,15 @@ def native_graph(executable: int | None, nodes: Sequence[Node]) -> Any:
     if isinstance(native(), str):
         return None
     edits = [edit for node in nodes for edit in node.edits]
-    ofs = [(ctypes.addressof(place), offset, number, described) for place, number, offset, described in edits]
-    packed = b"".join(struct.pack("4Q", *each) for each in ofs)
-    listed = b"".join(struct.pack("4Q", n.node, n.params, n.context or 0, len(n.edits)) for n in nodes)
-    tensors = max((edit.number + 1 for edit in edits), default=0)
-    return native().Graph(functions(), executable, listed, packed, tensors)
+    rows = [(ctypes.addressof(place), offset, number, described) for place, number, offset, described in edits]
+    listed = [(node.node, node.params, node.context or 0, len(node.edits)) for node in nodes]
+    packed = [b"".join(struct.pack("4Q", *row) for row in table) for table in (listed, rows)]
+    return native().Graph(functions(), executable, *packed, max((edit.number + 1 for edit in edits), default=0))
 
 
 def raise_failed(name: str, code: int, unedited: bool) -> None:
     """Raise the error of a driver's function in a launch; unedited: nothing was enqueued."""
-    try:
-        gpu.check(name, code)
-    except CudaError as error:
-        if unedited:
-            raise Unedited(str(error)) from error
-        raise
+    raise (Unedited if unedited else CudaError)(gpu.error_text(name, code))
 
 
 def _changes(value: Any) -> bool:
@@ -297,15 +291,14 @@ def _changes(value: Any) -> bool:
 
 def current_context() -> int:
     """This thread's CUcontext, or 0."""
-    context = ctypes.c_void_p()
-    gpu.call("cuCtxGetCurrent", ctypes.byref(context))
-    return context.value or 0
+    return _told("cuCtxGetCurrent")
 
 
-def _kind(node: ctypes.c_void_p) -> int:
-    kind = ctypes.c_int()
-    gpu.call("cuGraphNodeGetType", node, ctypes.byref(kind))
-    return kind.value
+def _told(name: str, *args: Any) -> int:
+    """The number that a function of the driver writes where its last argument points to."""
+    number = ctypes.c_uint64()
+    gpu.call(name, *args, ctypes.byref(number))
+    return number.value
 
 
 def capture(device: torch.device, urgent: bool, enqueue: Callable[[int], None]) -> EditableGraph:

@@ -86,7 +86,6 @@ _COUNTS = _DOING + 4
 _GRANULE = 1 << 21
 
 
-
 class Order(ctypes.Structure):
     """The order of the calls of a device, as `site.c` has it too.
 

@@ -144,10 +144,24 @@ static PyObject *graph_shown(PyObject *self, void *unused)
 }
 
 /* --- a call ------------------------------------------------------------------------------------------------------ */
-/* The fields of `bound_calls.Bound`, in their order. */
+/* What a call is made with, and what is looked at first: the fields of a tuple (`BoundCall.in_c`). */
 enum {
-    OTHERWISE, FAILED, MEMORY, GRAPH, GROUP, RESOLVE, NAME, REQUESTS, ASKED, GENERATION, SKIPPED, STREAM, GPU, OPERANDS,
-    MAKERS, RESULTS, TENSORS, TRY, RELEASE, COUNTS, COUNTED, IMPLEMENTATION, CONTEXT, NUMBER, LAST, LANDED, DRIVER, ORDER,
+    OTHERWISE, FAILED,       /* the call in Python; what raises the error of a driver's function, given its name and code */
+    MEMORY, GRAPH, GROUP,    /* weak references: the group's memory, the plan's graph (`PlanGraph`), the group */
+    RESOLVE, NAME,           /* what gives the group of this name */
+    REQUESTS, ASKED,         /* implementations that are asked for (a list), and the last one of these, or None, as bound */
+    GENERATION, SKIPPED,     /* of the memory, as bound */
+    STREAM, GPU,             /* what gives the current stream of the device of this index */
+    OPERANDS,                /* which argument comes next in the order of addresses */
+    MAKERS,                  /* what makes the memory behind these; None stands for the tensor before, once more */
+    RESULTS, TENSORS,        /* so many of what is made are returned, or one alone, -1 for the first; count of addresses */
+    TRY, RELEASE,            /* of the turn */
+    COUNTS, COUNTED,         /* a dictionary of counts of calls, and the key there */
+    IMPLEMENTATION,          /* its name */
+    CONTEXT,                 /* the device's */
+    NUMBER, LAST,            /* of the memory, and the event of its last call's end */
+    LANDED,                  /* the event of gathers in flight, if calls come after these; 1: after all in flight; or 0 */
+    DRIVER, ORDER,           /* buffers: `Driver` and `Order` */
     FIELDS
 };
 
@@ -358,7 +372,7 @@ static PyObject *call_directly(Call *call, PyObject *const *args, Py_ssize_t giv
             failed = enqueue(call, graph, stream, at, &code, &edited);
             Py_END_ALLOW_THREADS
             if (!failed) note(bound, memory);
-        }
+        } else PyErr_Clear();
         PyObject *released = PyObject_CallNoArgs(bound[RELEASE]);
         Py_XDECREF(released);
         if (graph && failed && edited) { /* the ranks are out of step */
