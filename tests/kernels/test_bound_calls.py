@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import struct
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,10 +17,12 @@ pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import calls
-from asynctp_kernels.cuda.runtime import edited
+from asynctp_kernels.cuda.runtime import driver, edited
+from asynctp_kernels.cuda.runtime.driver import CudaError
 from asynctp_kernels.errors import SymmetricMemoryError
 from bound import bound, named_group, operands
-from cuda_stubs import Copied, Group, Machine, gather_call, machine, scatter_call
+from cuda_stubs import Awaited, Copied, Group, Launched, Machine, gather_call, machine, scatter_call
+from host_costs import counted
 from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, TENSORWISE, WORLD
 from plan_runs import op as by_op
 from torch import Tensor
@@ -227,3 +231,124 @@ def take_turns(here: Machine, gather: Any) -> None:
         shards.append({entry.src for entry in log if isinstance(entry, Copied)})
     assert shards[0] == shards[2] == {gather.a_shard.data_ptr()}
     assert shards[1] == shards[3] == {other.a_shard.data_ptr()}
+
+
+# --- what C code leaves to Python, or raises ------------------------------------------------------------------------
+@pytest.fixture
+def in_c() -> Iterator[Machine]:
+    with machine(RANK, WORLD) as made, named_group(made):
+        made.kernels, made.edits = {}, True
+        yield made
+
+
+def of_c(here: Machine, call: Any) -> Any:
+    """The call, bound, whose graph is made."""
+    op(here, call)
+    one = bound(here, call)
+    assert type(one).__name__ == "Call"
+    return one
+
+
+@pytest.mark.parametrize(
+    ("case", "implementation", "directly"),
+    [
+        ("gather", "fused", True),
+        ("gather, A returned", "fused", True),
+        ("gather, scales", "fused", True),
+        ("scatter", "fused", True),
+        ("scatter, scales", "fused", True),
+        ("all-reduce", "fused", True),
+        ("all-reduce", "direct", True),
+        ("gather, numbers along", "fused", False),  # a view of what is made is returned
+        ("scatter", "direct", False),  # its matmul is cuBLAS's
+        ("scatter", "decomposed", False),
+    ],
+)
+def test_calls_whose_plans_have_graphs_are_made_in_c(
+    case: str, implementation: str, directly: bool, in_c: Machine
+) -> None:
+    call = CALLS[case]()
+    with cuda.forced(implementation):
+        op(in_c, call)
+        one = bound(in_c, call)
+        found = counted(lambda: one(*operands(call)))
+    assert (found.cost.functions == 0) == directly, found.functions
+
+
+def test_rows_of_rows_of_an_all_reduce_come_back_as_such(in_c: Machine) -> None:
+    call = replace(scatter_call((2, 32), (64,), 72), scatter_dim=None)
+    with cuda.forced("fused"):
+        one = of_c(in_c, call)
+        assert counted(lambda: one(*operands(call))).cost.functions == 0
+        assert one(*operands(call)).shape == (2, 32, 72)
+
+
+def test_a_launch_that_the_driver_refuses_is_the_groups_failure(in_c: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = CALLS["gather"]()
+    with cuda.forced("fused"):
+        one = of_c(in_c, call)
+        monkeypatch.setattr(driver, "error_text", "{}: {}".format)
+        monkeypatch.setitem(in_c.functions, "cuGraphLaunch", lambda *_: 719)
+        with pytest.raises(CudaError, match="cuGraphLaunch: 719"):
+            one(*operands(call))
+        assert in_c.memory.failure == "CudaError: cuGraphLaunch: 719"
+        assert not in_c.memory.turn.locked()
+        with pytest.raises(SymmetricMemoryError, match="out of step since: CudaError: cuGraphLaunch: 719"):
+            one(*operands(call))
+
+
+def test_an_address_that_the_driver_does_not_take_is_pythons(in_c: Machine) -> None:
+    """Nothing was enqueued in C; in Python the call is made."""
+    call = CALLS["gather"]()
+    with cuda.forced("fused"):
+        one = of_c(in_c, call)
+        (plan,) = in_c.memory.plans.values()
+        asked = list[str]()
+        in_c.functions["cuGraphExecMemcpyNodeSetParams"] = lambda *_: asked.append("copy") or 1
+        graph = plan.graph.graph  # type: ignore[attr-defined]
+        copy = struct.pack("4Q", 1, 2, 3, 0)
+        graph.native = edited.native().Graph(in_c.of_c.table, 0, copy, b"", 1)
+        found, log = made_by(in_c, lambda: one(*operands(call)))
+    assert (len(found), asked) == (1, ["copy"])
+    assert [kind for kind, _, name in kinds(log) if name == "gemm_kernel"] == [Launched]
+    assert not in_c.memory.turn.locked()
+
+
+def test_a_call_whose_turn_another_thread_has_waits_for_it(in_c: Machine) -> None:
+    call = CALLS["gather"]()
+    with cuda.forced("fused"):
+        one, held, result = of_c(in_c, call), threading.Event(), list[Any]()
+        turn = in_c.memory.turn
+        turn.acquire()
+        thread = threading.Thread(target=lambda: (held.set(), result.append(one(*operands(call)))))
+        thread.start()
+        held.wait()
+        thread.join(0.2)
+        assert thread.is_alive()
+        turn.release()
+        thread.join()
+    assert len(result[0]) == 1
+
+
+@pytest.mark.parametrize("stream", ["the same", "another"])
+@pytest.mark.parametrize("flying", ["nothing", "own", "another group's"])
+def test_its_order_is_that_of_python(stream: str, flying: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the device's last call, and after what is in flight."""
+    logs = []
+    for with_c in (True, False):
+        if not with_c:
+            monkeypatch.setattr(edited, "native", lambda: "no compiler")
+        with machine(RANK, WORLD) as here, named_group(here), cuda.forced("fused"):
+            here.kernels, here.edits = {}, True
+            call = CALLS["gather"]()
+            op(here, call)
+            one, order = bound(here, call), here.memory.orders[False]
+            if flying != "nothing":
+                here.memory.gathers[False] = (here.memory.gathers[False][0], 0)
+                order.flown, order.group = 555, here.memory.number + (flying != "own")
+            if stream == "another":
+                here.current_stream = 0 if here.current_stream else 77
+            _, log = made_by(here, lambda one=one, call=call: one(*operands(call)))
+            waits = [(entry.event, entry.stream) for entry in log if isinstance(entry, Awaited) and not entry.at_launch]
+            logs.append((waits, [type(entry) for entry in log], order.stream, order.last == here.memory.last))
+    assert logs[0] == logs[1]

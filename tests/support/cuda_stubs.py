@@ -259,14 +259,14 @@ class Machine:
         self.urgent: list[bool] = []
         #: graphs by what the driver calls them, and the driver as C code has it
         self.executables: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
-        functions: dict[str, Callable[..., Any]] = {
+        self.functions: dict[str, Callable[..., Any]] = {
             "cuGraphLaunch": self.launch,
             "cuEventRecord": self.record_event,
             "cuStreamWaitEvent": self.wait_event,
             "cuStreamIsCapturing": self.is_capturing,
             "cuCtxGetCurrent": self.get_context,
         }
-        self.of_c = DriverOfC(functions.__getitem__)
+        self.of_c = DriverOfC(self.functions.__getitem__)
         self._events = 0
         self._streams = iter([COPY, REDUCE])
 

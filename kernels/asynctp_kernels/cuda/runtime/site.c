@@ -56,7 +56,8 @@ static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *names)
     Graph *graph = (Graph *)type->tp_alloc(type, 0);
     unsigned long long executable;
     if (!graph) return NULL;
-    if (!PyArg_ParseTuple(args, "y*Ky*y*n", &graph->driver, &executable, &graph->nodes, &graph->edits, &graph->tensors)
+    if (!PyArg_ParseTuple(args, "y*Ky*y*n", &graph->driver, &executable, &graph->nodes, &graph->edits,
+                          &graph->tensors)
         || graph->tensors > MOST) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "more tensors than a call can have here");
         Py_DECREF(graph);
@@ -107,7 +108,8 @@ static const char *edit(Graph *graph, const uint64_t *at, int *code)
 
 static const char *launch(Graph *graph, uint64_t stream, int *code)
 {
-    if ((*code = ((const Driver *)graph->driver.buf)->launch(graph->executable, (void *)stream))) return "cuGraphLaunch";
+    const Driver *driver = graph->driver.buf;
+    if ((*code = driver->launch(graph->executable, (void *)stream))) return "cuGraphLaunch";
     graph->known = 1;
     return NULL;
 }
@@ -146,22 +148,23 @@ static PyObject *graph_shown(PyObject *self, void *unused)
 /* --- a call ------------------------------------------------------------------------------------------------------ */
 /* What a call is made with, and what is looked at first: the fields of a tuple (`BoundCall.in_c`). */
 enum {
-    OTHERWISE, FAILED,       /* the call in Python; what raises the error of a driver's function, given its name and code */
-    MEMORY, GRAPH, GROUP,    /* weak references: the group's memory, the plan's graph (`PlanGraph`), the group */
-    RESOLVE, NAME,           /* what gives the group of this name */
-    REQUESTS, ASKED,         /* implementations that are asked for (a list), and the last one of these, or None, as bound */
-    GENERATION, SKIPPED,     /* of the memory, as bound */
-    STREAM, GPU,             /* what gives the current stream of the device of this index */
-    OPERANDS,                /* which argument comes next in the order of addresses */
-    MAKERS,                  /* what makes the memory behind these; None stands for the tensor before, once more */
-    RESULTS, TENSORS,        /* so many of what is made are returned, or one alone, -1 for the first; count of addresses */
-    TRY, RELEASE,            /* of the turn */
-    COUNTS, COUNTED,         /* a dictionary of counts of calls, and the key there */
-    IMPLEMENTATION,          /* its name */
-    CONTEXT,                 /* the device's */
-    NUMBER, LAST,            /* of the memory, and the event of its last call's end */
-    LANDED,                  /* the event of gathers in flight, if calls come after these; 1: after all in flight; or 0 */
-    DRIVER, ORDER,           /* buffers: `Driver` and `Order` */
+    OTHERWISE, FAILED,    /* the call in Python; what raises the error of a driver's function, of its name and code */
+    MEMORY, GRAPH, GROUP, /* weak references: the group's memory, the plan's graph (`PlanGraph`), the group */
+    RESOLVE, NAME,        /* what gives the group of this name */
+    REQUESTS, ASKED,      /* the implementations that are asked for, and the last of these, or None, as bound */
+    GENERATION, SKIPPED,  /* of the memory, as bound */
+    STREAM, GPU,          /* what gives the current stream of the device of this index */
+    OPERANDS,             /* which argument comes next in the order of addresses */
+    MAKERS,               /* what makes the memory behind these; None stands for the tensor before, once more */
+    RESULTS,              /* so many of what is made are returned; or one alone, -1 for the first */
+    TENSORS,              /* how many addresses there are */
+    TRY, RELEASE,         /* of the turn */
+    COUNTS, COUNTED,      /* a dictionary of counts of calls, and the key there */
+    IMPLEMENTATION,       /* its name */
+    CONTEXT,              /* the device's */
+    NUMBER, LAST,         /* of the memory, and the event of its last call's end */
+    LANDED,               /* the event of gathers in flight, if calls come after these; 1: after all in flight; or 0 */
+    DRIVER, ORDER,        /* buffers: `Driver` and `Order` */
     FIELDS
 };
 
@@ -331,27 +334,58 @@ static const char *enqueue(Call *call, Graph *graph, uint64_t stream, const uint
     return (*code = driver->record((void *)call->last, (void *)stream)) ? "cuEventRecord" : NULL;
 }
 
-/* With the turn: what only that keeps from changing. Gives the graph, and what keeps it, or NULL. */
-static Graph *graph_of(PyObject *const *bound, PyObject *memory, PyObject *plan_graph, Py_ssize_t tensors, PyObject **keeper)
+/* With the turn: whether the memory can be used still, and the graph, with what keeps it; or NULL. */
+static Graph *graph_of(PyObject *const *bound, PyObject *memory, PyObject *plan_graph, PyObject **keeper)
 {
-    if (!is(PyObject_GetAttr(memory, text_failure), Py_None) || !is(PyObject_GetAttr(memory, text_skipped), bound[SKIPPED])
+    if (!is(PyObject_GetAttr(memory, text_failure), Py_None)
+        || !is(PyObject_GetAttr(memory, text_skipped), bound[SKIPPED])
         || !is(PyObject_GetAttr(memory, text_generation), bound[GENERATION]))
         return NULL;
     *keeper = PyObject_GetAttr(plan_graph, text_graph);
     if (!*keeper || *keeper == Py_None) return NULL;
     PyObject *native = PyObject_GetAttr(*keeper, text_native);
     Py_XDECREF(native); /* the keeper has it */
-    return native && Py_IS_TYPE(native, graph_type) && ((Graph *)native)->tensors <= tensors ? (Graph *)native : NULL;
+    return native && Py_IS_TYPE(native, graph_type) ? (Graph *)native : NULL;
+}
+
+/* Make the call in its turn, if nobody else has that. NOT_MADE: nothing is enqueued; FAILED_HALF_WAY: with an error. */
+enum { NOT_MADE, MADE, FAILED_HALF_WAY };
+
+static int make(Call *call, PyObject *memory, PyObject *plan_graph, uint64_t stream, const uint64_t *at)
+{
+    PyObject *const *bound = &PyTuple_GET_ITEM(call->bound, 0);
+    PyObject *keeper = NULL, *turn = PyObject_CallOneArg(bound[TRY], Py_False);
+    const char *failed = NULL;
+    int code = 0, edited = 0, outcome = NOT_MADE;
+    if (turn != Py_True) {
+        Py_XDECREF(turn);
+        return NOT_MADE;
+    }
+    Graph *graph = graph_of(bound, memory, plan_graph, &keeper);
+    if (graph && graph->tensors <= call->tensors) {
+        Py_BEGIN_ALLOW_THREADS
+        failed = enqueue(call, graph, stream, at, &code, &edited);
+        Py_END_ALLOW_THREADS
+        outcome = !failed ? MADE : edited ? FAILED_HALF_WAY : NOT_MADE;
+    }
+    if (outcome == MADE) note(bound, memory);
+    PyErr_Clear();
+    PyObject *released = PyObject_CallNoArgs(bound[RELEASE]);
+    if (outcome == FAILED_HALF_WAY) Py_XDECREF(PyObject_CallFunction(bound[FAILED], "si", failed, code)); /* raises */
+    Py_XDECREF(released);
+    Py_XDECREF(keeper);
+    Py_DECREF(turn);
+    return outcome;
 }
 
 /* Make the call if all is as bound. Gives its results; NULL without an error where `otherwise` has to make it. */
 static PyObject *call_directly(Call *call, PyObject *const *args, Py_ssize_t given)
 {
     PyObject *const *bound = &PyTuple_GET_ITEM(call->bound, 0);
-    PyObject *made = NULL, *memory = NULL, *plan_graph = NULL, *keeper = NULL, *turn = NULL;
-    PyObject *results = NULL, *operands = bound[OPERANDS];
+    PyObject *made = NULL, *memory = NULL, *plan_graph = NULL, *results = NULL, *operands = bound[OPERANDS];
     uint64_t at[MOST], bits = 0, stream;
     Py_ssize_t count = 0;
+    int outcome = NOT_MADE;
     if (!stream_of(call, bound, &stream) || !is_as_bound(bound)) goto out;
     if (!(memory = PyObject_CallNoArgs(bound[MEMORY])) || memory == Py_None) goto out;
     if (!(plan_graph = PyObject_CallNoArgs(bound[GRAPH])) || plan_graph == Py_None) goto out;
@@ -362,36 +396,15 @@ static PyObject *call_directly(Call *call, PyObject *const *args, Py_ssize_t giv
     if (!(made = made_anew(bound[MAKERS], at, &count)) || count != call->tensors) goto out;
     for (Py_ssize_t i = 0; i < count; i++) bits |= at[i];
     if (bits & 15) goto out; /* operands are copied first */
-    if (!(turn = PyObject_CallOneArg(bound[TRY], Py_False)) || turn != Py_True) goto out; /* never waits */
-    {
-        const char *failed = NULL;
-        int code = 0, edited = 0;
-        Graph *graph = graph_of(bound, memory, plan_graph, count, &keeper);
-        if (graph) {
-            Py_BEGIN_ALLOW_THREADS
-            failed = enqueue(call, graph, stream, at, &code, &edited);
-            Py_END_ALLOW_THREADS
-            if (!failed) note(bound, memory);
-        } else PyErr_Clear();
-        PyObject *released = PyObject_CallNoArgs(bound[RELEASE]);
-        Py_XDECREF(released);
-        if (graph && failed && edited) { /* the ranks are out of step */
-            PyErr_Clear();
-            results = PyObject_CallFunction(bound[FAILED], "si", failed, code);
-        } else if (graph && !failed && !PyErr_Occurred()) {
-            if (call->results < 0) results = Py_NewRef(PyList_GET_ITEM(made, -1 - call->results));
-            else if (!PyList_SetSlice(made, call->results, PyList_GET_SIZE(made), NULL)) results = Py_NewRef(made);
-        }
-        if (results || (graph && (edited || !failed))) goto done; /* not to be made again */
-    }
+    outcome = make(call, memory, plan_graph, stream, at);
+    if (outcome == MADE && call->results < 0) results = Py_NewRef(PyList_GET_ITEM(made, -1 - call->results));
+    else if (outcome == MADE && !PyList_SetSlice(made, call->results, PyList_GET_SIZE(made), NULL))
+        results = Py_NewRef(made);
 out:
-    PyErr_Clear();
-done:
+    if (outcome == NOT_MADE) PyErr_Clear();
     Py_XDECREF(made);
     Py_XDECREF(memory);
     Py_XDECREF(plan_graph);
-    Py_XDECREF(keeper);
-    Py_XDECREF(turn);
     return results;
 }
 
@@ -400,7 +413,8 @@ static PyObject *call_make(PyObject *self, PyObject *const *args, size_t flags, 
     Call *call = (Call *)self;
     PyObject *results = names ? NULL : call_directly(call, args, PyVectorcall_NARGS(flags));
     if (results || PyErr_Occurred()) return results;
-    return PyObject_Vectorcall(PyTuple_GET_ITEM(call->bound, OTHERWISE), args, flags & ~PY_VECTORCALL_ARGUMENTS_OFFSET, names);
+    flags &= ~PY_VECTORCALL_ARGUMENTS_OFFSET;
+    return PyObject_Vectorcall(PyTuple_GET_ITEM(call->bound, OTHERWISE), args, flags, names);
 }
 
 static PyObject *call_holds(PyObject *self, PyObject *unused)
@@ -412,8 +426,8 @@ static PyObject *call_holds(PyObject *self, PyObject *unused)
 static PyMethodDef graph_methods[] = {{"launch", graph_launch, METH_VARARGS, NULL}, {NULL}};
 static PyGetSetDef graph_attributes[] = {{"shown", graph_shown, NULL, NULL, NULL}, {NULL}};
 static PyType_Slot graph_slots[] = {
-    {Py_tp_new, graph_new}, {Py_tp_dealloc, graph_free}, {Py_tp_methods, graph_methods}, {Py_tp_getset, graph_attributes},
-    {0, NULL}};
+    {Py_tp_new, graph_new}, {Py_tp_dealloc, graph_free}, {Py_tp_methods, graph_methods},
+    {Py_tp_getset, graph_attributes}, {0, NULL}};
 static PyType_Spec graph_spec = {"asynctp_site.Graph", sizeof(Graph), 0, Py_TPFLAGS_DEFAULT, graph_slots};
 
 static PyMethodDef call_methods[] = {{"holds", call_holds, METH_NOARGS, NULL}, {NULL}};
