@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import struct
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +26,7 @@ from asynctp_kernels.cuda.runtime.driver import CudaError
 from asynctp_kernels.errors import SymmetricMemoryError
 from bound import bound, named_group, operands
 from cuda_stubs import Awaited, Copied, Group, Launched, Machine, gather_call, machine, scatter_call
+from driver_of_c import need_c
 from host_costs import counted
 from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, TENSORWISE, WORLD
 from plan_runs import op as by_op
@@ -42,7 +47,9 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(params=["enqueued", "launched by Python", "launched by C"])
 def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    if request.param != "launched by C":
+    if request.param == "launched by C":
+        need_c()
+    else:
         monkeypatch.setattr(edited, "native", lambda: "no compiler")
     with machine(RANK, WORLD) as made, named_group(made):
         made.kernels, made.edits = {}, request.param != "enqueued"  # nothing is computed
@@ -236,6 +243,7 @@ def take_turns(here: Machine, gather: Any) -> None:
 # --- what C code leaves to Python, or raises ------------------------------------------------------------------------
 @pytest.fixture
 def in_c() -> Iterator[Machine]:
+    need_c()
     with machine(RANK, WORLD) as made, named_group(made):
         made.kernels, made.edits = {}, True
         yield made
@@ -334,6 +342,7 @@ def test_a_call_whose_turn_another_thread_has_waits_for_it(in_c: Machine) -> Non
 @pytest.mark.parametrize("flying", ["nothing", "own", "another group's"])
 def test_its_order_is_that_of_python(stream: str, flying: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the device's last call, and after what is in flight."""
+    need_c()
     logs = []
     for with_c in (True, False):
         if not with_c:
@@ -352,3 +361,33 @@ def test_its_order_is_that_of_python(stream: str, flying: str, monkeypatch: pyte
             waits = [(entry.event, entry.stream) for entry in log if isinstance(entry, Awaited) and not entry.at_launch]
             logs.append((waits, [type(entry) for entry in log], order.stream, order.last == here.memory.last))
     assert logs[0] == logs[1]
+
+
+@pytest.mark.thorough
+def test_the_c_code_keeps_to_its_memory(tmp_path: Path) -> None:
+    """These tests and those of graphs pass with C code that AddressSanitizer watches."""
+    need_c()
+    library = subprocess.check_output(["gcc", "-print-file-name=libasan.so"], text=True).strip()
+    if not Path(library).is_absolute():
+        pytest.skip("gcc has no AddressSanitizer here")
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nexec gcc -fsanitize=address,undefined -g "$@"\n')
+    compiler.chmod(0o755)
+    own = {"CC": str(compiler), "TRITON_CACHE_DIR": str(tmp_path), "LD_PRELOAD": library}
+    tests = [str(Path(__file__)), str(Path(__file__).with_name("test_edited.py"))]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "C or in_c",
+        *tests,
+    ]
+    environment = {**os.environ, **own, "ASAN_OPTIONS": "detect_leaks=0", "HYPOTHESIS_PROFILE": "default"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -47,14 +47,9 @@ Check = Callable[[Any], str | None]
 """Why a call cannot run so, or None."""
 
 
-class Recipe(NamedTuple):
-    """How calls are made whose operands lie as a plan reads them: see `site.c`, and `GroupMemory.call`."""
-
-    operands: tuple[int, ...]
-    makers: tuple[Callable[[], Any] | None, ...]
-    results: int
-    land: bool = False
-    land_gathers: bool = False
+Recipe = tuple[tuple[int, ...], tuple[Callable[[], Any] | None, ...], int, bool, bool]
+"""How calls are made whose operands lie as a plan reads them: OPERANDS, MAKERS and RESULTS as `site.c` has them, then
+whether calls come after all that is in flight, or after gathers."""
 
 
 class Implementation:

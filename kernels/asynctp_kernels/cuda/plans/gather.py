@@ -116,7 +116,7 @@ class GatherPlan(Implementation):
             return None
         makers = [*self.new_outs, *[self.new_full] * self.has_full, *([self.new_numbers] if self.has_numbers else [])]
         operands, returned = (0, 3, 3 if self.scale_travels else 5, 1, 4, 2), len(self.widths) + self.return_a_full
-        return Recipe(operands, tuple(makers), returned, self.waits_for_in_flight, self.reads_landed)
+        return operands, tuple(makers), returned, self.waits_for_in_flight, self.reads_landed
 
     def run(
         self,

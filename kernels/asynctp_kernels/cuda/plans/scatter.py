@@ -181,7 +181,7 @@ class ScatterPlan(Implementation):
         shape = (*lead, self.staging_shape[-1])
         new_out = new_tensors(shape, self.wire_dtype, self.device) if lead else self.new_output
         makers = (new_out, None) if self.in_place else (self.new_staging, new_out)
-        return Recipe((5, 0, 1, 3, 4, 2), makers, -2)
+        return (5, 0, 1, 3, 4, 2), makers, -2, False, False
 
     def run(
         self,
