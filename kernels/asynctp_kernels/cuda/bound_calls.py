@@ -106,7 +106,7 @@ class BoundCall:
         fail_group_on_error(memory, edited.raise_failed, name, code, False)
 
     def in_c(self, call: Any, memory: GroupMemory, plan: Any) -> tuple[Any, ...] | None:
-        """What `site.c` makes the call with; None where operands are copied or results viewed."""
+        """Give the fields with which `site.c` makes the call; None where operands are copied or results viewed."""
         if self._gathers:
             given = (call.a_shard, call.bs, call.biases, call.a_scale, call.b_scales, call.along_shard)
         else:

@@ -270,7 +270,7 @@ class EditableGraph:
 
 
 def native_graph(executable: int | None, nodes: Sequence[Node]) -> Any:
-    """What `site.c` knows of a graph; None where that is not compiled."""
+    """A graph as `site.c` has it; None where that is not compiled."""
     if isinstance(native(), str):
         return None
     edits = [edit for node in nodes for edit in node.edits]
