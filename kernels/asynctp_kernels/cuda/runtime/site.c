@@ -177,8 +177,8 @@ typedef struct {
     uint64_t context, number, last, landed;
 } Call;
 
-static PyObject *text_graph, *text_native, *text_generation, *text_skipped, *text_failure, *text_made, *text_launched,
-    *text_implementation, *text_data_ptr, *text_holds;
+static PyObject *text_graph, *text_native, *text_generation, *text_skipped, *text_failure, *text_made,
+    *text_launched, *text_implementation, *text_data_ptr, *text_holds;
 static PyTypeObject *graph_type;
 
 static uint64_t number_at(PyObject *bound, int field)
@@ -290,25 +290,29 @@ static PyObject *made_anew(PyObject *makers, uint64_t *at, Py_ssize_t *count)
     return made;
 }
 
+/* One more than a number, which may be missing. */
+static PyObject *one_more(PyObject *number)
+{
+    PyObject *one = PyLong_FromLong(1), *sum = one && number ? PyNumber_Add(number, one) : Py_XNewRef(one);
+    Py_XDECREF(one);
+    return sum;
+}
+
 /* object.name += 1 */
 static void count_one(PyObject *object, PyObject *name)
 {
-    PyObject *found = PyObject_GetAttr(object, name), *one = PyLong_FromLong(1);
-    PyObject *sum = found && one ? PyNumber_Add(found, one) : NULL;
-    if (sum) PyObject_SetAttr(object, name, sum);
+    PyObject *found = PyObject_GetAttr(object, name), *more = one_more(found);
+    if (more) PyObject_SetAttr(object, name, more);
     Py_XDECREF(found);
-    Py_XDECREF(one);
-    Py_XDECREF(sum);
+    Py_XDECREF(more);
 }
 
 /* What is counted and kept of a call that is made. */
 static void note(PyObject *const *bound, PyObject *memory)
 {
-    PyObject *found = PyDict_GetItemWithError(bound[COUNTS], bound[COUNTED]), *one = PyLong_FromLong(1);
-    PyObject *sum = found && one ? PyNumber_Add(found, one) : Py_XNewRef(one);
-    if (sum) PyDict_SetItem(bound[COUNTS], bound[COUNTED], sum);
-    Py_XDECREF(one);
-    Py_XDECREF(sum);
+    PyObject *count = one_more(PyDict_GetItemWithError(bound[COUNTS], bound[COUNTED]));
+    if (count) PyDict_SetItem(bound[COUNTS], bound[COUNTED], count);
+    Py_XDECREF(count);
     count_one(memory, text_made);
     count_one(memory, text_launched);
     PyObject_SetAttr(memory, text_implementation, bound[IMPLEMENTATION]);
