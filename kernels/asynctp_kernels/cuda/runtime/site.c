@@ -3,7 +3,7 @@
    Graph: an executable graph, and where its nodes have the addresses of a call's tensors. `launch` edits and launches.
    Call:  a place in a program that makes one call again and again. It looks at all that may have changed; only where
           all is as it was bound, and the plan has its graph, it makes the call. Else it calls `otherwise`, which is
-          the same in Python for any case. So nothing here has to be right but the common case.
+          the same in Python for any case: a doubt here costs time, never a wrong call.
 
    The driver's functions are given as pointers. The GIL is released around them, and held for all else. */
 #define PY_SSIZE_T_CLEAN
