@@ -113,6 +113,7 @@ class Facts:
         interpreter_fault: Why that cannot run kernels, tried out if `interpreted`; None when it can, or was not tried.
         kernels_error: Why `asynctp_kernels.cuda` cannot be imported; None when it can.
         gluon_error: Why its kernels in Gluon cannot be; None when they can, or where `interpreted`, which has none.
+        native_error: Why its C code cannot be built; None when it can, or where no GPU calls it.
         driver: The newest CUDA version that the NVIDIA driver knows, 13000 for 13.0; None without a driver.
         peer_writes: Stream memory operations may write to another GPU's memory; None when not known.
         unreachable: Pairs of GPUs, as indices, without access to each other's memory in both directions.
@@ -138,6 +139,7 @@ class Facts:
     interpreter_fault: str | None = None
     kernels_error: str | None = None
     gluon_error: str | None = None
+    native_error: str | None = None
     driver: int | None = None
     peer_writes: bool | None = None
     gpus: tuple[Gpu, ...] = ()
@@ -225,6 +227,9 @@ def triton_version(facts: Facts) -> Iterator[Finding]:
         text = f"some calls take longer than they could, as triton has another Gluon: {facts.gluon_error}"
         remedy = "update asynctp-passes, or install an older triton"
         yield Finding("kernels", "warn" if facts.gpus else "info", text, remedy)
+    if facts.native_error is not None:
+        text = f"calls take the host longer than they could, as C code cannot be built: {facts.native_error}"
+        yield Finding("call sites", "warn", text, "install gcc and this Python's headers, or set CC to a C compiler")
 
 
 def interpreter(facts: Facts) -> Iterator[Finding]:
@@ -668,9 +673,11 @@ def gather_facts() -> Facts:
     )
     interpreted = bool(_try(lambda: triton.knobs.runtime.interpret, False))
     gluon_error = None if interpreted else _module("asynctp_kernels.cuda.gemm.pingpong_kernels")[1]
+    edited = _module("asynctp_kernels.cuda.runtime.edited")[0]
     path = str(_try(lambda: select.table_path(), ""))
     table_gpus, table_error = _read_table(path, _try(lambda: select.read_tuned, None))
     gpus = _gpus(torch, driver)
+    native = _try(lambda: edited.native(), None) if gpus and not interpreted else None
     kernels = _try(lambda: importlib.util.find_spec("asynctp_kernels"), None)
     return Facts(
         version=_version_of(sys.modules["asynctp_passes"]) or "",
@@ -686,6 +693,7 @@ def gather_facts() -> Facts:
         interpreter_fault=_try(lambda: interpreter.interpreter_fault(), None) if interpreted else None,
         kernels_error=kernels_error,
         gluon_error=gluon_error,
+        native_error=native if isinstance(native, str) else None,
         driver=_try(lambda: driver.driver_version(), None),
         peer_writes=_try(lambda: driver.peer_writes_supported(), None),
         gpus=gpus,

@@ -26,6 +26,7 @@ from torch import fx
 from asynctp_passes.ops.calls import OPS, SIGNATURES
 from asynctp_passes.ops.choice import kernels_for
 from asynctp_passes.torch_private import inductor_calls, inductor_order
+from asynctp_passes.torch_private.inductor_calls import is_watched
 
 __all__ = ["VERSION", "CallSite", "bind", "mark"]
 
@@ -35,7 +36,10 @@ VERSION = 1
 """The version of the text that a site is bound with. Graphs in Inductor's caches hold such texts."""
 MOST_SIZES = 64
 """The number of sizes for which one site knows plans at a time."""
-_UNKNOWN, _BY_THE_OP = object(), object()
+
+
+def _not_bound(*tensors: Any) -> None:
+    """In place of a bound call, where the op makes all calls."""
 
 
 def mark(graph: fx.Graph, groups: Sequence[object], direct: bool) -> str:
@@ -109,19 +113,17 @@ class CallSite:
 
     def __call__(self, *tensors: Any) -> Any:
         """Make the call, with the tensors in the schema's order."""
-        return self._made((), tensors)
+        bound = self._bound.get(())
+        if bound is None or is_watched() or (found := bound(*tensors)) is None:
+            return self._by_op((), tensors)
+        self.direct += 1
+        return found
 
-    def _made(self, sizes: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
-        """Make the call; sizes: all that the tensors' shapes and strides depend on."""
-        bound = self._bound.get(sizes, _UNKNOWN)
-        if bound is _BY_THE_OP or inductor_calls.is_watched():
-            return self._overload(*self._filled(tensors))
-        if bound is not _UNKNOWN and (found := bound(*tensors)) is not None:
-            self.direct += 1
-            return found
-        arguments = self._filled(tensors)
+    def _by_op(self, sizes: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
+        """Make the call by its op; sizes: all that the tensors' shapes and strides depend on."""
+        bound, arguments = self._bound.get(sizes), self._filled(tensors)
         results = self._overload(*arguments)
-        if bound is _UNKNOWN or not bound.holds():
+        if not is_watched() and (bound is None or not (bound is _not_bound or bound.holds())):
             self._bind(sizes, arguments)
         return results
 
@@ -139,7 +141,7 @@ class CallSite:
         if len(self._bound) >= MOST_SIZES:
             self._bound.clear()
         make = getattr(kernels, "bind", None)
-        self._bound[sizes] = _BY_THE_OP if make is None else make(call) or _BY_THE_OP
+        self._bound[sizes] = _not_bound if make is None else make(call) or _not_bound
 
 
 class SizedCallSite(CallSite):
@@ -147,4 +149,8 @@ class SizedCallSite(CallSite):
 
     def __call__(self, sizes: tuple[int, ...], *tensors: Any) -> Any:
         """Make the call, with the tensors in the schema's order."""
-        return self._made(sizes, tensors)
+        bound = self._bound.get(sizes)
+        if bound is None or is_watched() or (found := bound(*tensors)) is None:
+            return self._by_op(sizes, tensors)
+        self.direct += 1
+        return found

@@ -23,6 +23,10 @@ from asynctp_passes.torch_private import inductor_order
 
 log = logging.getLogger(__name__)
 
+#: which each call asks
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_grad_enabled = torch.is_grad_enabled
 _MARK = "asynctp_bound_calls"
 _TENSORS = ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]", "Optional[List[Tensor]]")
 
@@ -158,9 +162,4 @@ def _sizes(inputs: Sequence[Any], wrapper: Any) -> list[str]:
 
 def is_watched() -> bool:
     """Whether a call should be one of the op, since somebody looks at ops: a profiler, a dispatch mode, autograd."""
-    return (
-        profiler._is_profiler_enabled
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.is_grad_enabled()
-        or torch._C._autograd._profiler_enabled()
-    )
+    return profiler._is_profiler_enabled or _dispatch_modes() > 0 or _grad_enabled() or _profiler_enabled()

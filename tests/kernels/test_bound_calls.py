@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import struct
+import subprocess
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +21,15 @@ pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import calls
+from asynctp_kernels.cuda.runtime import driver, edited
+from asynctp_kernels.cuda.runtime.driver import CudaError
 from asynctp_kernels.errors import SymmetricMemoryError
 from bound import bound, named_group, operands
-from cuda_stubs import Copied, Group, Machine, gather_call, machine, scatter_call
-from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, TENSORWISE, WORLD, op
+from cuda_stubs import Awaited, Copied, Group, Launched, Machine, gather_call, machine, scatter_call
+from driver_of_c import need_c
+from host_costs import counted
+from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, TENSORWISE, WORLD
+from plan_runs import op as by_op
 from torch import Tensor
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -34,11 +45,21 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture
-def here() -> Iterator[Machine]:
+@pytest.fixture(params=["enqueued", "launched by Python", "launched by C"])
+def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    if request.param == "launched by C":
+        need_c()
+    else:
+        monkeypatch.setattr(edited, "native", lambda: "no compiler")
     with machine(RANK, WORLD) as made, named_group(made):
-        made.kernels = {}  # nothing is computed
+        made.kernels, made.edits = {}, request.param != "enqueued"  # nothing is computed
         yield made
+
+
+def op(here: Machine, call: Any) -> Any:
+    """The call by its op; before that another one, whose successor is captured."""
+    by_op(here, call)
+    return by_op(here, call)
 
 
 def made_by(here: Machine, do: Callable[[], Any]) -> tuple[Any, list[Any]]:
@@ -65,12 +86,12 @@ def test_a_bound_call_enqueues_what_the_op_does(case: str, implementation: str, 
     call = CALLS[case]()
     with cuda.forced(implementation):
         op(here, call)
-        expected, by_op = made_by(here, lambda: op(here, call))
+        expected, asked = made_by(here, lambda: by_op(here, call))
         one = bound(here, call)
         assert one is not None
         count = calls.made[call.op, implementation]
         found, directly = made_by(here, lambda: one(*operands(call)))
-    assert kinds(directly) == kinds(by_op) != []
+    assert kinds(directly) == kinds(asked) != []
     assert calls.made[call.op, implementation] == count + 1
     several = [expected, found] if isinstance(expected, Tensor) else zip(expected, found, strict=True)
     for wanted, given in [several] if isinstance(expected, Tensor) else several:
@@ -156,11 +177,11 @@ def test_a_group_that_has_failed_raises_its_error(here: Machine, gather: Any) ->
     one = bound(here, gather)
     assert one is not None
     here.memory.fail(RuntimeError("rank 2 did not come"))
-    with pytest.raises(SymmetricMemoryError, match="out of step since: RuntimeError: rank 2 did not come") as by_op:
-        op(here, gather)
+    with pytest.raises(SymmetricMemoryError, match="out of step since: RuntimeError: rank 2 did not come") as told:
+        by_op(here, gather)
     with pytest.raises(SymmetricMemoryError) as directly:
         one(*operands(gather))
-    assert str(directly.value) == str(by_op.value)
+    assert str(directly.value) == str(told.value)
 
 
 def test_a_call_that_raises_half_way_is_the_groups_failure(here: Machine, gather: Any) -> None:
@@ -217,3 +238,156 @@ def take_turns(here: Machine, gather: Any) -> None:
         shards.append({entry.src for entry in log if isinstance(entry, Copied)})
     assert shards[0] == shards[2] == {gather.a_shard.data_ptr()}
     assert shards[1] == shards[3] == {other.a_shard.data_ptr()}
+
+
+# --- what C code leaves to Python, or raises ------------------------------------------------------------------------
+@pytest.fixture
+def in_c() -> Iterator[Machine]:
+    need_c()
+    with machine(RANK, WORLD) as made, named_group(made):
+        made.kernels, made.edits = {}, True
+        yield made
+
+
+def of_c(here: Machine, call: Any) -> Any:
+    """The call, bound, whose graph is made."""
+    op(here, call)
+    one = bound(here, call)
+    assert type(one).__name__ == "Call"
+    return one
+
+
+@pytest.mark.parametrize(
+    ("case", "implementation", "directly"),
+    [
+        ("gather", "fused", True),
+        ("gather, A returned", "fused", True),
+        ("gather, scales", "fused", True),
+        ("scatter", "fused", True),
+        ("scatter, scales", "fused", True),
+        ("all-reduce", "fused", True),
+        ("all-reduce", "direct", True),
+        ("gather, numbers along", "fused", False),  # a view of what is made is returned
+        ("scatter", "direct", False),  # its matmul is cuBLAS's
+        ("scatter", "decomposed", False),
+    ],
+)
+def test_calls_whose_plans_have_graphs_are_made_in_c(
+    case: str, implementation: str, directly: bool, in_c: Machine
+) -> None:
+    call = CALLS[case]()
+    with cuda.forced(implementation):
+        op(in_c, call)
+        one = bound(in_c, call)
+        found = counted(lambda: one(*operands(call)))
+    assert (found.cost.functions == 0) == directly, found.functions
+
+
+def test_rows_of_rows_of_an_all_reduce_come_back_as_such(in_c: Machine) -> None:
+    call = replace(scatter_call((2, 32), (64,), 72), scatter_dim=None)
+    with cuda.forced("fused"):
+        one = of_c(in_c, call)
+        assert counted(lambda: one(*operands(call))).cost.functions == 0
+        assert one(*operands(call)).shape == (2, 32, 72)
+
+
+def test_a_launch_that_the_driver_refuses_is_the_groups_failure(in_c: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = CALLS["gather"]()
+    with cuda.forced("fused"):
+        one = of_c(in_c, call)
+        monkeypatch.setattr(driver, "error_text", "{}: {}".format)
+        monkeypatch.setitem(in_c.functions, "cuGraphLaunch", lambda *_: 719)
+        with pytest.raises(CudaError, match="cuGraphLaunch: 719"):
+            one(*operands(call))
+        assert in_c.memory.failure == "CudaError: cuGraphLaunch: 719"
+        assert not in_c.memory.turn.locked()
+        with pytest.raises(SymmetricMemoryError, match="out of step since: CudaError: cuGraphLaunch: 719"):
+            one(*operands(call))
+
+
+def test_an_address_that_the_driver_does_not_take_is_pythons(in_c: Machine) -> None:
+    """Nothing was enqueued in C; in Python the call is made."""
+    call = CALLS["gather"]()
+    with cuda.forced("fused"):
+        one = of_c(in_c, call)
+        (plan,) = in_c.memory.plans.values()
+        asked = list[str]()
+        in_c.functions["cuGraphExecMemcpyNodeSetParams"] = lambda *_: asked.append("copy") or 1
+        graph = plan.graph.graph  # type: ignore[attr-defined]
+        copy = struct.pack("4Q", 1, 2, 3, 0)
+        graph.native = edited.native().Graph(in_c.of_c.table, 0, copy, b"", 1)
+        found, log = made_by(in_c, lambda: one(*operands(call)))
+    assert (len(found), asked) == (1, ["copy"])
+    assert [kind for kind, _, name in kinds(log) if name == "gemm_kernel"] == [Launched]
+    assert not in_c.memory.turn.locked()
+
+
+def test_a_call_whose_turn_another_thread_has_waits_for_it(in_c: Machine) -> None:
+    call = CALLS["gather"]()
+    with cuda.forced("fused"):
+        one, held, result = of_c(in_c, call), threading.Event(), list[Any]()
+        turn = in_c.memory.turn
+        turn.acquire()
+        thread = threading.Thread(target=lambda: (held.set(), result.append(one(*operands(call)))))
+        thread.start()
+        held.wait()
+        thread.join(0.2)
+        assert thread.is_alive()
+        turn.release()
+        thread.join()
+    assert len(result[0]) == 1
+
+
+@pytest.mark.parametrize("stream", ["the same", "another"])
+@pytest.mark.parametrize("flying", ["nothing", "own", "another group's"])
+def test_its_order_is_that_of_python(stream: str, flying: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the device's last call, and after what is in flight."""
+    need_c()
+    logs = []
+    for with_c in (True, False):
+        if not with_c:
+            monkeypatch.setattr(edited, "native", lambda: "no compiler")
+        with machine(RANK, WORLD) as here, named_group(here), cuda.forced("fused"):
+            here.kernels, here.edits = {}, True
+            call = CALLS["gather"]()
+            op(here, call)
+            one, order = bound(here, call), here.memory.orders[False]
+            if flying != "nothing":
+                here.memory.gathers[False] = (here.memory.gathers[False][0], 0)
+                order.flown, order.group = 555, here.memory.number + (flying != "own")
+            if stream == "another":
+                here.current_stream = 0 if here.current_stream else 77
+            _, log = made_by(here, lambda one=one, call=call: one(*operands(call)))
+            waits = [(entry.event, entry.stream) for entry in log if isinstance(entry, Awaited) and not entry.at_launch]
+            logs.append((waits, [type(entry) for entry in log], order.stream, order.last == here.memory.last))
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.thorough
+def test_the_c_code_keeps_to_its_memory(tmp_path: Path) -> None:
+    """These tests and those of graphs pass with C code that AddressSanitizer watches."""
+    need_c()
+    library = subprocess.check_output(["gcc", "-print-file-name=libasan.so"], text=True).strip()
+    if not Path(library).is_absolute():
+        pytest.skip("gcc has no AddressSanitizer here")
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nexec gcc -fsanitize=address,undefined -g "$@"\n')
+    compiler.chmod(0o755)
+    own = {"CC": str(compiler), "TRITON_CACHE_DIR": str(tmp_path), "LD_PRELOAD": library}
+    tests = [str(Path(__file__)), str(Path(__file__).with_name("test_edited.py"))]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "C or in_c",
+        *tests,
+    ]
+    environment = {**os.environ, **own, "ASAN_OPTIONS": "detect_leaks=0", "HYPOTHESIS_PROFILE": "default"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -16,6 +16,7 @@ from asynctp_kernels.cuda.runtime import driver, edited
 from asynctp_kernels.cuda.runtime.driver import Address, CudaError
 from asynctp_kernels.cuda.runtime.edited import Unedited
 from asynctp_kernels.cuda.runtime.launch import Tma
+from driver_of_c import DriverOfC, need_c
 
 STREAM = 7
 KERNEL, COPY, WORDS = 0, 1, 12
@@ -113,26 +114,26 @@ class Library:
         assert place % 64 == 0
         ctypes.c_uint64.from_address(place).value = address
 
-    def _GraphExecKernelNodeSetParams(self, executable: Any, node: Any, params: int) -> None:
-        assert executable.value == 60
+    def _GraphExecKernelNodeSetParams(self, executable: Any, node: int, params: int) -> None:
+        assert getattr(executable, "value", executable) == 60
         of = edited._KernelParams.from_address(params)
-        count = len(self.nodes[node.value - 1][1])
+        count = len(self.nodes[node - 1][1])
         places = (ctypes.c_void_p * count).from_address(of.params)
-        sizes = [min(len(each), 8) for each in self.nodes[node.value - 1][1]]
+        sizes = [min(len(each), 8) for each in self.nodes[node - 1][1]]
         values = [int.from_bytes(ctypes.string_at(at, size), "little") for at, size in zip(places, sizes, strict=True)]
-        self.set.append((node.value, values))
+        self.set.append((node, values))
 
-    def _GraphExecMemcpyNodeSetParams(self, executable: Any, node: Any, params: int, context: Any) -> None:
-        assert context.value == 99
+    def _GraphExecMemcpyNodeSetParams(self, executable: Any, node: int, params: int, context: int) -> None:
+        assert context == 99
         words = (ctypes.c_uint64 * 25).from_address(params)
-        self.set.append((node.value, [words[17], words[6]]))
+        self.set.append((node, [words[17], words[6]]))
 
     def _GraphLaunch(self, executable: Any, stream: int) -> None:
         self.launched.append(stream)
 
 
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+@pytest.fixture(params=["C", "Python"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     made = Library()
 
     def function(name: str, *argtypes: Any) -> Callable[..., None]:
@@ -143,15 +144,22 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
         return call
 
     monkeypatch.setattr(driver, "library", lambda: made)
-    monkeypatch.setattr(driver, "_message", str)
+    monkeypatch.setattr(driver, "error_text", "{}: {}".format)
     monkeypatch.setattr(driver, "_copy_1d", function("cuMemcpyDtoDAsync_v2"))
     for name in ("_set_kernel", "_set_copy", "_replace_address", "_launch"):
         of = {"_set_kernel": "cuGraphExecKernelNodeSetParams_v2", "_set_copy": "cuGraphExecMemcpyNodeSetParams"}
         rest = {"_replace_address": "cuTensorMapReplaceAddress", "_launch": "cuGraphLaunch"}
         monkeypatch.setattr(edited, name, function((of | rest)[name]))
     monkeypatch.setattr(edited, "_stream", lambda device, urgent: STREAM)
+    pointers = DriverOfC(lambda name: getattr(made, name))
+    monkeypatch.setattr(edited, "functions", lambda: pointers.table)
+    if request.param == "Python":
+        monkeypatch.setattr(edited, "native", lambda: "no compiler")
+    else:
+        need_c()
     yield made
     monkeypatch.undo()
+    pointers.check()
 
 
 BASE = 1 << 40

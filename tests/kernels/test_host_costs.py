@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
+from asynctp_kernels.cuda.runtime import edited
 from bound import bound, named_group, operands
 from cuda_stubs import Machine, gather_call, machine, scatter_call
 from host_costs import Cost, Counted, counted
@@ -41,30 +42,30 @@ CALLS: dict[str, Callable[[], Any]] = {
 LIMITS = {
     names: Cost(*cost)
     for names, cost in {
-        ("gather", "fused"): (19, 6),
-        ("gather", "decomposed"): (54, 23),
-        ("gather", "direct"): (28, 7),
-        ("gather, three matmuls, A returned", "fused"): (18, 6),
-        ("gather, three matmuls, A returned", "decomposed"): (59, 31),
-        ("gather, three matmuls, A returned", "direct"): (28, 9),
-        ("gather, scales of rows", "fused"): (19, 6),
-        ("gather, scales of rows", "decomposed"): (63, 26),
-        ("gather, scales of rows", "direct"): (28, 7),
-        ("scatter", "fused"): (18, 6),
-        ("scatter", "decomposed"): (82, 31),
-        ("scatter", "direct"): (23, 7),
-        ("scatter, scales of rows", "fused"): (18, 6),
-        ("scatter, scales of rows", "decomposed"): (83, 31),
-        ("scatter, scales of rows", "direct"): (23, 7),
-        ("all-reduce", "fused"): (20, 6),
-        ("all-reduce", "decomposed"): (78, 37),
-        ("all-reduce", "direct"): (22, 6),
-        ("gather of few rows", "fused"): (19, 6),
-        ("gather of few rows", "decomposed"): (54, 23),
-        ("gather of few rows", "direct"): (19, 6),
-        ("all-reduce of few rows", "fused"): (20, 6),
-        ("all-reduce of few rows", "decomposed"): (78, 37),
-        ("all-reduce of few rows", "direct"): (22, 6),
+        ("gather", "fused"): (18, 6),
+        ("gather", "decomposed"): (53, 23),
+        ("gather", "direct"): (27, 7),
+        ("gather, three matmuls, A returned", "fused"): (17, 6),
+        ("gather, three matmuls, A returned", "decomposed"): (58, 31),
+        ("gather, three matmuls, A returned", "direct"): (27, 9),
+        ("gather, scales of rows", "fused"): (18, 6),
+        ("gather, scales of rows", "decomposed"): (62, 26),
+        ("gather, scales of rows", "direct"): (27, 7),
+        ("scatter", "fused"): (17, 6),
+        ("scatter", "decomposed"): (81, 31),
+        ("scatter", "direct"): (22, 7),
+        ("scatter, scales of rows", "fused"): (17, 6),
+        ("scatter, scales of rows", "decomposed"): (82, 31),
+        ("scatter, scales of rows", "direct"): (22, 7),
+        ("all-reduce", "fused"): (19, 6),
+        ("all-reduce", "decomposed"): (77, 37),
+        ("all-reduce", "direct"): (21, 6),
+        ("gather of few rows", "fused"): (18, 6),
+        ("gather of few rows", "decomposed"): (53, 23),
+        ("gather of few rows", "direct"): (18, 6),
+        ("all-reduce of few rows", "fused"): (19, 6),
+        ("all-reduce of few rows", "decomposed"): (77, 37),
+        ("all-reduce of few rows", "direct"): (21, 6),
     }.items()
 }
 """Limits of a call from generated code, at any addresses. Raise one only with a reason; lower it when you can.
@@ -73,6 +74,8 @@ A launch of a graph counts as one call of the driver here; each address that is 
 """
 BY_THE_OP = 5
 """So many functions more a call of the op may enter, below torch's dispatcher."""
+IN_C = Cost(2, 5)
+"""The limit of a call that C code makes: all that are launches of a graph."""
 
 
 Call = GatherFacts | ReduceFacts
@@ -139,12 +142,24 @@ def nothing(*args: Any) -> None:
 
 
 @pytest.mark.parametrize(("case", "implementation"), LIMITS)
-def test_a_call_from_generated_code_costs_no_more_than(case: str, implementation: str) -> None:
-    limit = LIMITS[case, implementation]
-    for at in (at_known_addresses, at_new_addresses):
-        found = cost(case, implementation, at)
-        assert found.cost.functions <= limit.functions, found.functions
-        assert found.cost.driver <= limit.driver, found.driver
+def test_a_call_from_generated_code_costs_no_more_than(
+    case: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In C where that is built, and else in Python."""
+    for limit in (in_c(case, implementation), LIMITS[case, implementation]):
+        for at in (at_known_addresses, at_new_addresses):
+            found = cost(case, implementation, at)
+            assert found.cost.functions <= limit.functions, found.functions
+            assert found.cost.driver <= limit.driver, found.driver
+        monkeypatch.setattr(edited, "native", lambda: "no compiler")
+
+
+def in_c(case: str, implementation: str) -> Cost:
+    """The limit where there is a compiler: cuBLAS's calls are PyTorch's, and are not made in C."""
+    few = case in ("gather of few rows", "all-reduce of few rows", "all-reduce")
+    if isinstance(edited.native(), str):
+        return LIMITS[case, implementation]
+    return IN_C if implementation == "fused" or (implementation == "direct" and few) else LIMITS[case, implementation]
 
 
 @pytest.mark.parametrize(("case", "implementation"), LIMITS)

@@ -123,7 +123,7 @@ FEW_ROWS = Run(
 )
 MEMORY = 4.3e6  # bytes a microsecond, as `tests/gpu/few_rows.py` has it
 HOST = Run(
-    "2 ranks on 1×H200", "2.11", "9c5a7fa", "2026-11-29-h200x1", ("host.jsonl",),
+    "2 ranks on 1×H200", "2.11", "after 93187e5", "2026-11-29-h200x1", ("host.jsonl",),
     "torchrun --nproc_per_node=2 tests/gpu/host.py",
 )  # fmt: skip
 PEAKS = Run(

@@ -27,6 +27,7 @@ from asynctp_kernels.cuda.runtime.driver import Address
 from asynctp_kernels.cuda.runtime.launch import Launch, Tma
 from asynctp_kernels.cuda.runtime.memory import MAX_OWN, MAX_WORLD, Area, GroupMemory
 from asynctp_kernels.errors import TIMEOUT_VARIABLE
+from driver_of_c import DriverOfC
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -178,11 +179,28 @@ class Graph:
         if any(entry.height > 1 for entry in entries if isinstance(entry, Copied)):
             raise edited.Unedited("a copy of many ranges")
         self.machine, self.entries = machine, entries
+        number, numbers = len(machine.graphs), [address.number for entry in entries for address in addresses_of(entry)]
+        machine.executables[number] = self
+        self.native: Any = None
+        if not isinstance(edited.native(), str):
+            tensors = max(numbers, default=-1) + 1
+            self.native = edited.native().Graph(machine.of_c.table, number, b"", b"", tensors)
 
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
         for entry in self.entries:
             at = stream if entry.stream == GRAPH else entry.stream
             self.machine.do(replace(edited_entry(entry, addresses), stream=at))
+
+
+def addresses_of(value: Any) -> Iterator[Address]:
+    """All that a value has of a call's memory."""
+    if isinstance(value, Address):
+        yield value
+    elif isinstance(value, Tma):
+        yield from addresses_of(value.address)
+    elif isinstance(value, tuple) or type(value) in (Copied, Launched):
+        for each in value if isinstance(value, tuple) else vars(value).values():
+            yield from addresses_of(each)
 
 
 def edited_entry(entry: Entry, addresses: Sequence[int]) -> Entry:
@@ -239,6 +257,16 @@ class Machine:
         self.edits, self.dry = False, False
         self.graphs: list[list[Entry]] = []
         self.urgent: list[bool] = []
+        #: graphs by what the driver calls them, and the driver as C code has it
+        self.executables: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
+        self.functions: dict[str, Callable[..., Any]] = {
+            "cuGraphLaunch": self.launch,
+            "cuEventRecord": self.record_event,
+            "cuStreamWaitEvent": self.wait_event,
+            "cuStreamIsCapturing": self.is_capturing,
+            "cuCtxGetCurrent": self.get_context,
+        }
+        self.of_c = DriverOfC(self.functions.__getitem__)
         self._events = 0
         self._streams = iter([COPY, REDUCE])
 
@@ -267,6 +295,19 @@ class Machine:
 
     def wait_event(self, stream: int, event: int, flags: int) -> None:
         self.do(Awaited(stream, event, flags == driver._EVENT_WAIT_EXTERNAL))
+
+    def is_capturing(self, stream: int, status: int) -> None:
+        ctypes.c_int.from_address(status).value = self.capturing != 0
+
+    def context(self) -> int:
+        return 1 if self.current_device is None else 2 + self.current_device
+
+    def get_context(self, place: int) -> None:
+        ctypes.c_void_p.from_address(place).value = self.context()
+
+    def launch(self, executable: int, stream: int) -> None:
+        graph = self.executables[executable]
+        graph.launch(stream, graph.native.shown)
 
     def new_event(self) -> int:
         self._events += 1
@@ -478,13 +519,16 @@ def machine(
             "capturing": lambda: here.capturing != 0,
             "machine": lambda index: ((9, 0), SMS, properties.name),
         },
-        edited: {"capture": here.capture},
+        edited: {
+            "capture": here.capture,
+            "current_context": here.context,
+            "functions": lambda: here.of_c.table,
+        },
         edited.PlanGraph: {"_make": lambda *given: here.edits and make(*given)},
         memory: {
             "_share": here.share,
-            "_last_call": {},
+            "_orders": {},
             "_turns": {},
-            "_flying": {},
             "_groups": weakref.WeakKeyDictionary(),  # a machine's memory refers to its group, and would stay
             "start_watch": lambda found: None,
             "meet": here.meet,
@@ -518,6 +562,7 @@ def machine(
             for name, value in attributes.items():
                 stack.enter_context(mock.patch.object(module, name, value, create=module is Tensor))
         yield here
+        here.of_c.check()
 
 
 @contextlib.contextmanager

@@ -116,6 +116,7 @@ CASES: dict[str, tuple[Facts, dict[str, Any], list[str], str]] = {
     "4 H200, old triton": (GPU, {"triton": "3.5.0"}, ["fail triton"], FAILED + "triton: 3.5.0 is too old"),
     "4 H200, kernels do not import": (GPU, {"kernels_error": "OSError: x"}, ["fail kernels"], FAILED + "kernels"),
     "4 H200, another Gluon": (GPU, {"gluon_error": "ImportError: x"}, ["warn kernels"], OVERLAPPED),
+    "4 H200, no C compiler": (GPU, {"native_error": "RuntimeError: x"}, ["warn call sites"], OVERLAPPED),
     "4 H200, CUDA 13.1": (GPU, {"driver": 13010, "peer_writes": False}, [], OVERLAPPED),
     "4 H200, interpreter on": (
         GPU, {"interpreted": True}, ["fail TRITON_INTERPRET"], FAILED + "TRITON_INTERPRET: Triton runs its interpreter",

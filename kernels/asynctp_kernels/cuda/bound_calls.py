@@ -17,6 +17,7 @@ from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.facts import as_rows, flat
 from asynctp_kernels.cuda.groups import fail_group_on_error
 from asynctp_kernels.cuda.plans.own_program import OwnProgram
+from asynctp_kernels.cuda.runtime import edited
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory
 from asynctp_kernels.torch_private import group_resolver
@@ -24,17 +25,22 @@ from asynctp_kernels.torch_private import group_resolver
 __all__ = ["BoundCall", "bind"]
 
 
-def bind(call: Any) -> BoundCall | None:
+def bind(call: Any) -> Any:
     """The call that its op has just made, bound; None where its own program ran it, or nothing here did.
 
     Args:
         call: The op's arguments. Its group has a name: a bound call keeps no group.
+
+    Returns:
+        A `BoundCall`, or where the plan's calls are launches of a graph, the same in C (`site.c`).
     """
     memory = existing_memory(group_resolver()(call.group_name))
     plan = None if memory is None else plan_of(call, memory)
     if memory is None or plan is None or isinstance(plan, OwnProgram):
         return None
-    return BoundCall(call, memory, plan)
+    one = BoundCall(call, memory, plan)
+    bound = None if plan.graph is None or isinstance(edited.native(), str) else one.in_c(call, memory, plan)
+    return one if bound is None else edited.native().Call(bound)
 
 
 class BoundCall:
@@ -92,6 +98,34 @@ class BoundCall:
         made[self._counted] += 1
         found = fail_group_on_error(memory, plan.run, *operands) if self._uses_memory else plan.run(*operands)
         return found.view(*a[0].shape[:-1], found.shape[-1]) if self._whole and a[0].ndim != 2 else found
+
+    def failed(self, name: str, code: int) -> None:
+        """Raise the error of a function of the driver, half way in a call: the ranks are out of step."""
+        memory = self._memory()
+        assert memory is not None
+        fail_group_on_error(memory, edited.raise_failed, name, code, False)
+
+    def in_c(self, call: Any, memory: GroupMemory, plan: Any) -> tuple[Any, ...] | None:
+        """Give the fields with which `site.c` makes the call; None where operands are copied or results viewed."""
+        if self._gathers:
+            given = (call.a_shard, call.bs, call.biases, call.a_scale, call.b_scales, call.along_shard)
+        else:
+            given = (call.a_parts, call.b_parts, call.biases, call.a_scales, call.b_scales, call.added)
+        tensors = [
+            [each] if isinstance(each, Tensor) else [one for one in each or () if one is not None] for each in given
+        ]
+        recipe = plan.recipe(call.a_parts[0].shape[:-1] if self._whole else ())
+        if recipe is None or not all(each.is_contiguous() for many in (tensors[0], *tensors[2:]) for each in many):
+            return None
+        operands, makers, results, land, land_gathers = recipe
+        return (
+            self, self.failed, self._memory, weakref.ref(plan.graph), self._group, self._resolve, self._group_name,
+            select.asked, select.asked[-1] if select.asked else None, self._generation, self._skipped,
+            driver.current_stream, self._index, operands, makers, results,
+            sum(len(tensors[place]) for place in operands) + len(makers), memory.turn.acquire, memory.turn.release,
+            made, self._counted, plan.name, edited.current_context(), memory.number, memory.last,
+            int(land) or land_gathers * memory.gathers[False][0], edited.functions(), memory.orders[False],
+        )  # fmt: skip
 
     def holds(self) -> bool:
         """Whether such a call has this plan still, in the group that now has the name; if not, it is bound anew."""

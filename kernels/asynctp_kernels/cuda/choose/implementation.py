@@ -47,6 +47,11 @@ Check = Callable[[Any], str | None]
 """Why a call cannot run so, or None."""
 
 
+Recipe = tuple[tuple[int, ...], tuple[Callable[[], Any] | None, ...], int, bool, bool]
+"""How calls are made whose operands lie as a plan reads them: OPERANDS, MAKERS and RESULTS as `site.c` has them, then
+whether calls come after all that is in flight, or after gathers."""
+
+
 class Implementation:
     """One way to run a kind of call: a plan's class is its entry in the table of implementations.
 

@@ -38,7 +38,8 @@ def offered() -> tuple[str, ...]:
 
 
 # --- choosing --------------------------------------------------------------------------------------------------
-_forced: list[str] = []
+asked: list[str] = []
+"""The implementations that `forced` asks for, of which the last one counts."""
 
 
 @contextlib.contextmanager
@@ -48,16 +49,16 @@ def forced(implementation: str) -> Iterator[None]:
     Raises:
         ValueError: there is no such implementation.
     """
-    _forced.append(_checked(implementation, "forced"))
+    asked.append(_checked(implementation, "forced"))
     try:
         yield
     finally:
-        _forced.pop()
+        asked.pop()
 
 
 def requested() -> str | None:
     """The implementation that `forced` or `ASYNCTP_CUDA_IMPLEMENTATION` asks for; None for the fastest."""
-    return _forced[-1] if _forced else _from_environment()
+    return asked[-1] if asked else _from_environment()
 
 
 @functools.cache

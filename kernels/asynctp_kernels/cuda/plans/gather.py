@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose.implementation import Implementation
+from asynctp_kernels.cuda.choose.implementation import Implementation, Recipe
 from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.cublas import matmul
 from asynctp_kernels.cuda.gemm.few_rows import FewRows
@@ -109,6 +109,14 @@ class GatherPlan(Implementation):
         if call.all_row_numbers is not None and not self.scale_travels:
             results.append(call.all_row_numbers.view(*self.layout.full_shape[:-1], call.all_row_numbers.shape[-1]))
         return results
+
+    def recipe(self, lead: Sequence[int]) -> Recipe | None:
+        """How calls are made whose operands lie as they are read; None if results are views. lead: Not looked at."""
+        if self.has_numbers and not self.scale_travels:
+            return None
+        makers = [*self.new_outs, *[self.new_full] * self.has_full, *([self.new_numbers] if self.has_numbers else [])]
+        operands, returned = (0, 3, 3 if self.scale_travels else 5, 1, 4, 2), len(self.widths) + self.return_a_full
+        return operands, tuple(makers), returned, self.waits_for_in_flight, self.reads_landed
 
     def run(
         self,

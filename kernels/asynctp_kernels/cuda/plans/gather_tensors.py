@@ -77,16 +77,16 @@ class GatherTensors(NamedTuple):
     all_row_numbers: Tensor | None
 
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of all tensors."""
+        """Addresses of all tensors: those that are given, then those that are made."""
         shard, a_scale, bs, b_scales, biases, row_numbers, outs, full, all_row_numbers = self
-        tensors = (shard, a_scale, row_numbers, full, all_row_numbers, *bs, *b_scales, *biases, *outs)
+        tensors = (shard, a_scale, row_numbers, *bs, *b_scales, *biases, *outs, full, all_row_numbers)
         return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
 
     def with_each(self, stand_ins: Sequence[Any]) -> GatherTensors:
         """The same with others in the place of the tensors, in the order of `addresses`."""
         rest = iter(stand_ins)
-        singles = [None if one is None else next(rest) for one in (self[0], self[1], self[5], self[7], self[8])]
-        shard, a_scale, row_numbers, full, all_row_numbers = singles
+        shard, a_scale, row_numbers = (None if one is None else next(rest) for one in (self[0], self[1], self[5]))
         lists = [[None if one is None else next(rest) for one in many] for many in (*self[2:5], self.outs)]
+        full, all_row_numbers = (None if one is None else next(rest) for one in self[7:])
         every: Any = (shard, a_scale, *lists[:3], row_numbers, lists[3], full, all_row_numbers)
         return GatherTensors(*every)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose.implementation import Implementation
+from asynctp_kernels.cuda.choose.implementation import Implementation, Recipe
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PUSH
 from asynctp_kernels.cuda.facts import ReduceFacts
@@ -175,6 +175,13 @@ class ScatterPlan(Implementation):
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         """Everything that a call does on the GPU, after `stream` and with `stream` after it."""
         raise NotImplementedError
+
+    def recipe(self, lead: Sequence[int]) -> Recipe:
+        """How calls are made whose operands lie as they are read. lead: Sizes of rows of an all-reduce; else empty."""
+        shape = (*lead, self.staging_shape[-1])
+        new_out = new_tensors(shape, self.wire_dtype, self.device) if lead else self.new_output
+        makers = (new_out, None) if self.in_place else (self.new_staging, new_out)
+        return (5, 0, 1, 3, 4, 2), makers, -2, False, False
 
     def run(
         self,

@@ -31,15 +31,15 @@ class ScatterTensors(NamedTuple):
     extras: list[Tensor]
 
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of all tensors."""
+        """Addresses of all tensors: those that are given, then those that are made."""
         a_parts, b_parts, a_scales, b_scales, biases, added, staging, out, extras = self
-        tensors = (added, staging, out, *a_parts, *b_parts, *a_scales, *b_scales, *biases, *extras)
+        tensors = (added, *a_parts, *b_parts, *a_scales, *b_scales, *biases, staging, out, *extras)
         return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
 
     def with_each(self, stand_ins: Sequence[Any]) -> ScatterTensors:
         """The same with others in the place of the tensors, in the order of `addresses`."""
         rest = iter(stand_ins)
-        added, staging, out = (None if one is None else next(rest) for one in self[5:8])
-        lists = [[None if one is None else next(rest) for one in many] for many in (*self[:5], self.extras)]
-        every: Any = (*lists[:5], added, staging, out, lists[5])
+        added = None if self.added is None else next(rest)
+        lists = [[None if one is None else next(rest) for one in many] for many in self[:5]]
+        every: Any = (*lists, added, next(rest), next(rest), [next(rest) for _ in self.extras])
         return ScatterTensors(*every)

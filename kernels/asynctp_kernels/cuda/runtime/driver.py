@@ -124,13 +124,14 @@ def call(name: str, *args: Any) -> None:
 def check(name: str, code: int) -> None:
     """Raise a `CudaError` with the driver's own message if the function `name` gave another code than 0."""
     if code:
-        raise CudaError(f"{name}: {_message(code)}")
+        raise CudaError(error_text(name, code))
 
 
-def _message(code: int) -> str:
+def error_text(name: str, code: int) -> str:
+    """The driver's own message of a code that the function `name` gave."""
     text = ctypes.c_char_p()
     library().cuGetErrorString(code, ctypes.byref(text))
-    return f"{text.value.decode() if text.value else 'unknown error'} ({code})"
+    return f"{name}: {text.value.decode() if text.value else 'unknown error'} ({code})"
 
 
 _u64, _size, _uint, _ref = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint, ctypes.c_void_p

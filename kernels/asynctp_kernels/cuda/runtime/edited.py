@@ -36,10 +36,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import struct
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from triton.runtime import build
 
 from asynctp_kernels.cuda.runtime import driver as gpu
 from asynctp_kernels.cuda.runtime.driver import Address, CudaError
@@ -78,105 +81,122 @@ _set_kernel = gpu.function("cuGraphExecKernelNodeSetParams_v2", *[ctypes.c_void_
 _set_copy = gpu.function("cuGraphExecMemcpyNodeSetParams", *[ctypes.c_void_p] * 4)
 _replace_address = gpu.function("cuTensorMapReplaceAddress", *[ctypes.c_void_p] * 2)
 _launch = gpu.function("cuGraphLaunch", *[ctypes.c_void_p] * 2)
+#: as `site.c` has them
+_FUNCTIONS = (
+    "cuGraphExecKernelNodeSetParams_v2", "cuGraphExecMemcpyNodeSetParams", "cuTensorMapReplaceAddress", "cuGraphLaunch",
+    "cuEventRecord", "cuStreamWaitEvent", "cuStreamIsCapturing", "cuCtxGetCurrent",
+)  # fmt: skip
 
 
-class Kernel:
-    """A kernel of an executable graph, some of whose parameters are addresses of a call's memory.
+@functools.cache
+def native() -> Any:
+    """The module of `site.c`, which Triton's helper builds once and keeps in its cache; or why there is none."""
+    try:
+        source = Path(__file__).with_name("site.c").read_text()
+        return build.compile_module_from_src(source, "asynctp_site")
+    except Exception as error:  # no compiler, or no headers of Python
+        return f"{type(error).__name__}: {error}"
 
-    Args:
-        node: The graph's node.
-        values: What it was launched with: addresses, descriptors of memory at addresses, and other values.
+
+@functools.cache
+def functions() -> Any:
+    """The addresses of the driver's functions."""
+    found = [ctypes.cast(getattr(gpu.library(), name), ctypes.c_void_p) for name in _FUNCTIONS]
+    return (ctypes.c_void_p * len(found))(*found)
+
+
+class Edit(NamedTuple):
+    """`place` gets the address of tensor `number` plus `offset`; `described`: as the address of a descriptor."""
+
+    place: ctypes.c_uint64
+    number: int
+    offset: int
+    described: bool = False
+
+
+class Node(NamedTuple):
+    """A kernel or a copy, which has a context, of an executable graph. params: An address. kept: What has that."""
+
+    node: int
+    params: int
+    context: int | None
+    edits: Sequence[Edit]
+    kept: Any
+
+
+def _kernel(node: ctypes.c_void_p, values: Sequence[Any]) -> Node:
+    """A kernel. values: What it was launched with: addresses, descriptors of memory at addresses, and other values.
 
     Raises:
         Unedited: It is not plain which parameter is which of them.
     """
-
-    def __init__(self, node: ctypes.c_void_p, values: Sequence[Any]) -> None:
-        self.node, self._params = node, _KernelParams()
-        gpu.call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(self._params))
-        sizes = self._sizes()
-        steps = [-(-size // _UNIT) * _UNIT for size in sizes]
-        self._room = ctypes.create_string_buffer(_UNIT + sum(steps))
-        place, places = ctypes.addressof(self._room), list[int]()
-        place += -place % _UNIT
-        given = (ctypes.c_void_p * len(sizes)).from_address(self._params.params)
-        for size, step, source in zip(sizes, steps, given, strict=True):
-            ctypes.memmove(place, source, size)
-            places.append(place)
-            place += step
-        self._places = (ctypes.c_void_p * len(places))(*places)
-        self._params.params = ctypes.addressof(self._places)
-        self._words = self._found([place for place, size in zip(places, sizes, strict=True) if size == _WORD], values)
-        self._maps = self._described([place for place, size in zip(places, sizes, strict=True) if size == _MAP], values)
-
-    def _sizes(self) -> list[int]:
-        """Bytes of each parameter."""
-        of, name = self._params.func, "cuFuncGetParamInfo"
-        if not of:
-            of, name = self._params.kernel, "cuKernelGetParamInfo"
-        info = getattr(gpu.library(), name, None)
-        if info is None:
-            raise Unedited(f"this driver has no {name}; CUDA 12.4 has")
-        offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), list[int]()
-        arguments = (ctypes.byref(offset), ctypes.byref(size))
-        while info(ctypes.c_void_p(of), ctypes.c_size_t(len(sizes)), *arguments) == 0:
-            sizes.append(size.value)
-        return sizes
-
-    @staticmethod
-    def _found(places: Sequence[int], values: Sequence[Any]) -> list[tuple[ctypes.c_uint64, int, int]]:
-        """(parameter, number of the tensor, offset) of each address: parameters are in the order of the values."""
-        addresses = [value for value in values if isinstance(value, Address)]
-        known = set(map(int, addresses))
-        words = [word for word in map(ctypes.c_uint64.from_address, places) if word.value in known]
-        if [word.value for word in words] != addresses:
-            raise Unedited(f"{len(addresses)} addresses are {len(words)} parameters of a kernel")
-        return [(word, address.number, address.offset) for word, address in zip(words, addresses, strict=True)]
-
-    @staticmethod
-    def _described(places: Sequence[int], values: Sequence[Any]) -> list[tuple[int, int, int]]:
-        """The same of descriptors."""
-        described = [value.address for value in values if hasattr(value, "block_shape")]
-        if len(described) != len(places):
-            raise Unedited(f"{len(described)} descriptors are {len(places)} parameters of a kernel")
-        pairs = zip(places, described, strict=True)
-        return [(place, at.number, at.offset) for place, at in pairs if isinstance(at, Address)]
-
-    def show(self, executable: ctypes.c_void_p, addresses: Sequence[int], shown: Sequence[int]) -> None:
-        """Let later launches be of tensors at these addresses. shown: those of now; empty if unknown."""
-        changed = not shown
-        for word, number, offset in self._words:
-            if not shown or addresses[number] != shown[number]:
-                word.value, changed = addresses[number] + offset, True
-        for place, number, offset in self._maps:
-            if not shown or addresses[number] != shown[number]:
-                _replace_address(place, addresses[number] + offset)
-                changed = True
-        if changed:
-            _set_kernel(executable, self.node, ctypes.addressof(self._params))
+    params = _KernelParams()
+    gpu.call("cuGraphKernelNodeGetParams_v2", node, ctypes.byref(params))
+    sizes = _sizes(params)
+    steps = [-(-size // _UNIT) * _UNIT for size in sizes]
+    room = ctypes.create_string_buffer(_UNIT + sum(steps))
+    place, places = ctypes.addressof(room), list[int]()
+    place += -place % _UNIT
+    given = (ctypes.c_void_p * len(sizes)).from_address(params.params)
+    for size, step, source in zip(sizes, steps, given, strict=True):
+        ctypes.memmove(place, source, size)
+        places.append(place)
+        place += step
+    pointers = (ctypes.c_void_p * len(places))(*places)
+    params.params = ctypes.addressof(pointers)
+    words, maps = ([at for at, size in zip(places, sizes, strict=True) if size == of] for of in (_WORD, _MAP))
+    edits = [*_found(words, values), *_described(maps, values)]
+    return Node(node.value or 0, ctypes.addressof(params), None, edits, (params, room, pointers))
 
 
-class Copy:
-    """A copy of an executable graph, from or to an address of a call's memory. Arguments: as of a kernel.
+def _sizes(params: _KernelParams) -> list[int]:
+    """Bytes of each parameter."""
+    of, name = params.func, "cuFuncGetParamInfo"
+    if not of:
+        of, name = params.kernel, "cuKernelGetParamInfo"
+    info = getattr(gpu.library(), name, None)
+    if info is None:
+        raise Unedited(f"this driver has no {name}; CUDA 12.4 has")
+    offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), list[int]()
+    arguments = (ctypes.byref(offset), ctypes.byref(size))
+    while info(ctypes.c_void_p(of), ctypes.c_size_t(len(sizes)), *arguments) == 0:
+        sizes.append(size.value)
+    return sizes
+
+
+def _found(places: Sequence[int], values: Sequence[Any]) -> list[Edit]:
+    """The parameters that are addresses, which are in the order of the values."""
+    addresses = [value for value in values if isinstance(value, Address)]
+    known = set(map(int, addresses))
+    words = [word for word in map(ctypes.c_uint64.from_address, places) if word.value in known]
+    if [word.value for word in words] != addresses:
+        raise Unedited(f"{len(addresses)} addresses are {len(words)} parameters of a kernel")
+    return [Edit(word, at.number, at.offset) for word, at in zip(words, addresses, strict=True)]
+
+
+def _described(places: Sequence[int], values: Sequence[Any]) -> list[Edit]:
+    """The same of descriptors."""
+    described = [value.address for value in values if hasattr(value, "block_shape")]
+    if len(described) != len(places):
+        raise Unedited(f"{len(described)} descriptors are {len(places)} parameters of a kernel")
+    pairs = zip(map(ctypes.c_uint64.from_address, places), described, strict=True)
+    return [Edit(place, at.number, at.offset, True) for place, at in pairs if isinstance(at, Address)]
+
+
+def _copy(node: ctypes.c_void_p, values: Sequence[Any]) -> Node:
+    """A copy, from or to an address of a call's memory.
 
     Raises:
         Unedited: It is not of one range of bytes.
     """
-
-    def __init__(self, node: ctypes.c_void_p, values: Sequence[Any]) -> None:
-        self.node, self._params, self._context = node, (ctypes.c_uint64 * _COPY_WORDS)(), ctypes.c_void_p()
-        gpu.call("cuGraphMemcpyNodeGetParams", node, ctypes.byref(self._params))
-        gpu.call("cuCtxGetCurrent", ctypes.byref(self._context))
-        if self._params[-2:] != [1, 1] or any(self._params[word] for word in _OFFSETS):
-            raise Unedited("a copy of many ranges")
-        ends = zip((_TO, _FROM), values, strict=True)
-        self._ends = [(word, value.number, value.offset) for word, value in ends if isinstance(value, Address)]
-
-    def show(self, executable: ctypes.c_void_p, addresses: Sequence[int], shown: Sequence[int]) -> None:
-        """Do the same as for a kernel, whatever was shown: there may be other memory now."""
-        for word, number, offset in self._ends:
-            self._params[word] = addresses[number] + offset
-        _set_copy(executable, self.node, ctypes.addressof(self._params), self._context)
+    params = (ctypes.c_uint64 * _COPY_WORDS)()
+    gpu.call("cuGraphMemcpyNodeGetParams", node, ctypes.byref(params))
+    if params[-2:] != [1, 1] or any(params[word] for word in _OFFSETS):
+        raise Unedited("a copy of many ranges")
+    ends = [(word, at) for word, at in zip((_TO, _FROM), values, strict=True) if isinstance(at, Address)]
+    places = [ctypes.c_uint64.from_buffer(params, word * _WORD) for word, _ in ends]
+    edits = [Edit(place, at.number, at.offset) for place, (_, at) in zip(places, ends, strict=True)]
+    return Node(node.value or 0, ctypes.addressof(params), current_context(), edits, params)
 
 
 class EditableGraph:
@@ -186,16 +206,24 @@ class EditableGraph:
         graph: CUgraph; destroyed with this.
         noted: Its launches and copies. All other nodes have nothing that changes.
 
+    Attributes:
+        native: The same in C; None where nothing is compiled. It knows which addresses the graph shows.
+
     Raises:
         CudaError: There is no memory for it, or not all addresses can be edited.
     """
 
     def __init__(self, graph: ctypes.c_void_p, noted: Sequence[gpu.Noted]) -> None:
         self._graph, self._executable, self._shown = graph, ctypes.c_void_p(), tuple[int, ...]()
-        kinds: dict[int, type[Kernel] | type[Copy]] = {_KERNEL: Kernel, _COPY: Copy}
-        self._nodes = [kinds[_kind(node)](node, values) for node, values in noted if any(map(_changes, values))]
+        kinds = {_KERNEL: _kernel, _COPY: _copy}
+        self._nodes = [
+            kinds[_told("cuGraphNodeGetType", node)](node, values)
+            for node, values in noted
+            if any(map(_changes, values))
+        ]
         flags = ctypes.c_ulonglong(_USE_NODE_PRIORITY)
         gpu.call("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), graph, flags)
+        self.native = native_graph(self._executable.value, self._nodes)
 
     def launch(self, stream: int, addresses: tuple[int, ...]) -> None:
         """Enqueue it on `stream`, after earlier launches, for tensors at these addresses.
@@ -203,14 +231,36 @@ class EditableGraph:
         Raises:
             Unedited: The driver does not take one of these addresses; nothing is enqueued.
         """
+        if self.native is not None:
+            if (failed := self.native.launch(stream, addresses)) is not None:
+                raise_failed(*failed)
+            return
         shown, self._shown = self._shown, ()
         try:
             for node in self._nodes:
-                node.show(self._executable, addresses, shown)
+                self._show(node, addresses, shown)
         except CudaError as error:
             raise Unedited(str(error)) from error
         _launch(self._executable, stream)
         self._shown = addresses
+
+    def _show(self, node: Node, addresses: Sequence[int], shown: Sequence[int]) -> None:
+        """Let later launches be of tensors at these addresses. shown: those of now; empty if unknown.
+
+        Copies are set whatever was shown: there may be other memory now.
+        """
+        changed = not shown or node.context is not None
+        for place, number, offset, described in node.edits:
+            if not shown or node.context is not None or addresses[number] != shown[number]:
+                changed = True
+                if described:
+                    _replace_address(ctypes.addressof(place), addresses[number] + offset)
+                else:
+                    place.value = addresses[number] + offset
+        if changed and node.context is None:
+            _set_kernel(self._executable, node.node, node.params)
+        elif changed:
+            _set_copy(self._executable, node.node, node.params, node.context)
 
     def __del__(self) -> None:
         library = gpu.library()
@@ -219,14 +269,36 @@ class EditableGraph:
         library.cuGraphDestroy(self._graph)
 
 
+def native_graph(executable: int | None, nodes: Sequence[Node]) -> Any:
+    """A graph as `site.c` has it; None where that is not compiled."""
+    if isinstance(native(), str):
+        return None
+    edits = [edit for node in nodes for edit in node.edits]
+    rows = [(ctypes.addressof(place), offset, number, described) for place, number, offset, described in edits]
+    listed = [(node.node, node.params, node.context or 0, len(node.edits)) for node in nodes]
+    packed = [b"".join(struct.pack("4Q", *row) for row in table) for table in (listed, rows)]
+    return native().Graph(functions(), executable, *packed, max((edit.number + 1 for edit in edits), default=0))
+
+
+def raise_failed(name: str, code: int, unedited: bool) -> None:
+    """Raise the error of a driver's function in a launch; unedited: nothing was enqueued."""
+    raise (Unedited if unedited else CudaError)(gpu.error_text(name, code))
+
+
 def _changes(value: Any) -> bool:
     return isinstance(getattr(value, "address", value), Address)
 
 
-def _kind(node: ctypes.c_void_p) -> int:
-    kind = ctypes.c_int()
-    gpu.call("cuGraphNodeGetType", node, ctypes.byref(kind))
-    return kind.value
+def current_context() -> int:
+    """This thread's CUcontext, or 0."""
+    return _told("cuCtxGetCurrent")
+
+
+def _told(name: str, *args: Any) -> int:
+    """The number that a function of the driver writes where its last argument points to."""
+    number = ctypes.c_uint64()
+    gpu.call(name, *args, ctypes.byref(number))
+    return number.value
 
 
 def capture(device: torch.device, urgent: bool, enqueue: Callable[[int], None]) -> EditableGraph:
@@ -270,22 +342,22 @@ def new_graph() -> PlanGraph | None:
 
 
 class PlanGraph:
-    """The graph of one plan."""
+    """The graph of one plan, `graph`, once it is made."""
 
     def __init__(self) -> None:
         self._calls, self._refused = 0, False
-        self._graph: EditableGraph | None = None
+        self.graph: EditableGraph | None = None
 
     def run(self, stream: int, plan: Any, call: Tensors, addresses: tuple[int, ...]) -> None:
         """Make a call on a stream, in its turn: launch the graph, or have the plan enqueue. addresses: The call's."""
-        if self._graph is None:
+        if self.graph is None:
             self._calls += 1
             if self._calls == 1 or self._refused or not self._make(stream, plan, call, addresses):
                 plan.enqueue(stream, call)
                 return
-        assert self._graph is not None
+        assert self.graph is not None
         try:
-            self._graph.launch(stream, addresses)
+            self.graph.launch(stream, addresses)
         except Unedited as error:
             self._refuse(error)
             plan.enqueue(stream, call)
@@ -299,15 +371,15 @@ class PlanGraph:
         like = call.with_each(stand_ins)
         memory.in_graph = True
         try:
-            self._graph = capture(memory.device, stream == memory.stream, lambda at: plan.enqueue(at, like))
+            self.graph = capture(memory.device, stream == memory.stream, lambda at: plan.enqueue(at, like))
         except Exception as error:
             if type(error) is not CudaError or self._calls > TRIES:
                 self._refuse(error)
         finally:
             memory.in_graph = False
-        return self._graph is not None
+        return self.graph is not None
 
     def _refuse(self, error: Exception) -> None:
         """Have all calls enqueued from now on."""
-        self._graph, self._refused = None, True
+        self.graph, self._refused = None, True
         log.warning("calls of one shape are enqueued each time, which takes the host longer: %s", error)

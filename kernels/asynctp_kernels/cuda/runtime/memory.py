@@ -41,6 +41,7 @@ one CTA fits beside the GEMM's on every SM.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import logging
@@ -84,12 +85,24 @@ _DOING = _ONE + 4
 _COUNTS = _DOING + 4
 _GRANULE = 1 << 21
 
-#: per device, and whether captured: the last call's (stream, its capture or 0) and the event of its end
-_last_call: dict[tuple[torch.device, bool], tuple[tuple[int, int], int]] = {}
+
+class Order(ctypes.Structure):
+    """The order of the calls of a device, as `site.c` has it too.
+
+    stream, capture, last: of the last call: its stream, the capture that it is part of or 0, the event of its end.
+    group, flown_capture, flown: of the last result that was left in flight: the number of its group's memory, its
+    capture, and its event. Events are 0 before there is one.
+    """
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("stream", "capture", "last", "group", "flown_capture", "flown")
+    )
+
+
+#: per device, and whether a graph of the program's captures the calls
+_orders: dict[tuple[torch.device, bool], Order] = {}
 #: per device: see `GroupMemory.turn`
 _turns: dict[torch.device, threading.Lock] = {}
-#: also by device: the last result that was left in flight, as (number of the group's memory, capture or 0, event)
-_flying: dict[tuple[torch.device, bool], tuple[int, int, int]] = {}
 _numbers = itertools.count()
 #: held while the memory of a group is made
 _makings: weakref.WeakKeyDictionary[ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
@@ -131,6 +144,7 @@ class GroupMemory:
         rank, world: of the group.
         stream, reducer: handles of the copy stream and the reducer's; of high priority, so that nothing is queued
             after other work.
+        orders: of calls that are not captured, and of those that are.
         turn: held from `begin` to `ended`, so that calls of several threads come one after the other on a device.
         failure: why the memory must not be used again. error: the error that told so, if the watch found it.
         released: nobody may use it any more.
@@ -179,12 +193,13 @@ class GroupMemory:
         self.start, self.running, self.end, self.reduced = (driver.new_event() for _ in range(4))
         self.last, self.last_captured = driver.new_event(), driver.new_event()  # ends of calls
         self.turn = _turns.setdefault(self.device, threading.Lock())
+        self.orders = [_orders.setdefault((self.device, captured), Order()) for captured in (False, True)]
         self.flown = driver.new_event()  # of what was last left in flight
         self.in_graph = False  # what is enqueued now becomes the graph of a plan (`edited`)
         self.number = next(_numbers)
         self.flights = itertools.cycle([driver.new_event() for _ in range(FLIGHTS)])
         # the end of the last gather that was left in flight, and in which capture: an event that no capture takes over
-        self._gathers = {captured: (driver.new_event(), -1) for captured in (False, True)}
+        self.gathers = {captured: (driver.new_event(), -1) for captured in (False, True)}
         self.capture = 0  # of the call under way; 0 for none
         self._events = [driver.new_event() for _ in range(self.world * MAX_CHUNKS)]
         self.epoch = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -225,16 +240,14 @@ class GroupMemory:
         if self.failure is not None:
             raise SymmetricMemoryError(self._out_of_step()) from self.error
         self.made += 1
-        here = (stream, driver.capture_id(stream) if driver.capturing() else 0)
-        self.capture = here[1]
-        place = (self.device, self.capture != 0)
-        last, flying = _last_call.get(place), _flying.get(place)
-        self.captured |= here[1] != 0
-        if flying is not None and flying[0] != self.number and flying[1] == self.capture:
-            driver.wait_event(stream, flying[2])
-        if last is not None and last[0] != here and last[0][1] == here[1]:
-            driver.wait_event(stream, last[1])
-        _last_call[place] = (here, self.last_captured if self.capture else self.last)
+        capture = self.capture = driver.capture_id(stream) if driver.capturing() else 0
+        self.captured |= capture != 0
+        order = self.orders[self.capture != 0]
+        if order.flown and order.group != self.number and order.flown_capture == capture:
+            driver.wait_event(stream, order.flown)
+        if order.last and order.stream != stream and order.capture == capture:
+            driver.wait_event(stream, order.last)
+        order.stream, order.capture, order.last = stream, capture, self.last_captured if capture else self.last
 
     def ended(self, stream: int) -> None:
         """Remember where this call ends, for `begin`.
@@ -257,23 +270,24 @@ class GroupMemory:
         if not self.capture:  # a graph of the program's is not launched while anything is in flight
             driver.record_event(self.flown, self.stream)
             driver.wait_event(self.reducer, event)
-        _flying[self.device, self.capture != 0] = (self.number, self.capture, event)
+        order = self.orders[self.capture != 0]
+        order.group, order.flown_capture, order.flown = self.number, self.capture, event
         if gathers:
-            landed, _ = self._gathers[self.capture != 0]
+            landed, _ = self.gathers[self.capture != 0]
             driver.record_event(landed, self.stream)
-            self._gathers[self.capture != 0] = (landed, self.capture)
+            self.gathers[self.capture != 0] = (landed, self.capture)
         self.ended(stream)
         return event
 
     def land(self, stream: int) -> None:
         """Let `stream` wait for what this group has in flight: for a call that does not begin on the copy stream."""
-        flying = _flying.get((self.device, self.capture != 0))
-        if flying is not None and flying[:2] == (self.number, self.capture):
-            driver.wait_event(stream, flying[2])
+        order = self.orders[self.capture != 0]
+        if order.flown and (order.group, order.flown_capture) == (self.number, self.capture):
+            driver.wait_event(stream, order.flown)
 
     def land_gathers(self, stream: int) -> None:
         """Let `stream` wait for the last gather in flight: another gather's matmuls wait for the same words."""
-        landed, capture = self._gathers[self.capture != 0]
+        landed, capture = self.gathers[self.capture != 0]
         if capture == self.capture:
             driver.wait_event(stream, landed)
 
