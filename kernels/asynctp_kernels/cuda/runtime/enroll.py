@@ -165,7 +165,7 @@ def sources_digest() -> str:
     """A digest of all files of this package that decide anything."""
     root = Path(__file__).parents[2]
     found = hashlib.sha256()
-    for path in sorted(path for suffix in ("py", "json") for path in root.rglob(f"*.{suffix}")):
+    for path in sorted(path for suffix in ("c", "json", "py") for path in root.rglob(f"*.{suffix}")):
         found.update(f"{path.relative_to(root).as_posix()}\0".encode())
         found.update(hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()[:16]
