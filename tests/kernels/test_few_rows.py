@@ -154,8 +154,8 @@ def test_plans_that_use_it() -> None:
     with machine() as here:
         names = lambda: [each.name for each in here.prepared]  # noqa: E731
         gather = direct.DirectGather(gather_call((8,), ns=(512, 128)), here.memory)
-        assert names() == ["push_gather_kernel", "few_rows_kernel"]
-        assert here.prepared[-1].constants["COUNT"] == 2
+        assert names() == ["few_rows_kernel", "push_gather_kernel"]
+        assert here.prepared[0].constants["COUNT"] == 2
         two = direct.DirectScatter(scatter_call((32,), ks=(512, 256)), here.memory)
         assert names()[2:] == ["few_rows_kernel"] * 2 + ["push_reduce_kernel"]
         one = direct.DirectScatter(scatter_call((32,)), here.memory)

@@ -10,6 +10,7 @@ import torch
 
 MAX_CHUNKS = 4  # of what one rank sends to another
 MAX_OWN = 16  # of a scatter's own rows
+IMPRECISE = 128  # terms that fp8's precise sums leave to the tensor core's own, in every tile
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def tiles_for(
     block_k = 128 if fp8 else 64
     if fp8 and (precise_sums or several):
         block_k, stages = (256, 3) if out_itemsize == 2 else (128, 4)
-        bound, registers = 128 if precise_sums else None, 224 if several else 200
+        bound, registers = IMPRECISE if precise_sums else None, 224 if several else 200
         return Tiles(128, 128, block_k, warps=8, stages=stages, imprecise=bound, registers=registers)
     large = waves(rows, columns, 128, 256, programs)
     small = waves(rows, columns, 128, 128, programs)
@@ -179,6 +180,15 @@ def few_rows_is_faster(rows: int, depth: int, columns: int, itemsize: int, by_ro
     if by_rows:
         return rows <= 128
     return rows <= 64 and depth * itemsize <= (5 if rows <= 8 else 8) * columns
+
+
+#: rows up to which such tiles are as fast as the GEMM of `fused`
+_OURS = 128
+
+
+def few_rows_is_ours(rows: int) -> bool:
+    """Whether such tiles take a matmul that is not cuBLAS's in any case."""
+    return rows <= _OURS
 
 
 #: in the interpreter: small, as `INTERPRETED_TILES`

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from asynctp_kernels.cuda.checks import cublas_takes_gathered, cublas_takes_scattered
+from asynctp_kernels.cuda.checks import (
+    matmul_takes_gathered,
+    matmul_takes_scattered,
+    matmuls_may_vary,
+    sums_in_rank_order,
+)
 from asynctp_kernels.cuda.choose import cost
 from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.choose.wire import PLAIN
 from asynctp_kernels.cuda.facts import Facts, GatherFacts, ReduceFacts
+from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul
 from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.own_program import SequentialProgram
@@ -22,18 +28,28 @@ def _cublas_and_nccl(call: Facts) -> bool:
     return call.layout.whole and not driver.IN_ORDER and not call.is_empty and not call.unknown
 
 
+def makes_matmuls(call: GatherFacts) -> str | None:
+    """Kernels of ours make the matmuls of a batch-invariant call, and not PyTorch."""
+    refused = matmuls_may_vary(call)
+    return matmul_takes_gathered(call) if refused is not None and _cublas_and_nccl(call) else refused
+
+
 class SequentialGather(WholeGather):
     """NCCL's all-gather. Only for one outer block, where the ranks' shards are ranges of rows."""
 
     name = "sequential"
     transports = (PLAIN,)
+    refuses = (makes_matmuls,)
     estimate = cost.sequential
     uses_memory = False
 
     @classmethod
     def plan(cls, call: GatherFacts, memory: GroupMemory, choice: Choice) -> SequentialGather | SequentialProgram:
-        able = _cublas_and_nccl(call) and cublas_takes_gathered(call) is None
+        able = _cublas_and_nccl(call) and matmul_takes_gathered(call) is None
         return cls(call, memory) if able else SequentialProgram()
+
+    def _kernel(self, call: GatherFacts) -> OwnMatmul | None:
+        return super()._kernel(call) if call.invariant else None
 
     def make(self, stream: int, call: GatherTensors) -> None:
         """Neither the group's memory nor its order of calls matters, and NCCL's calls have no graph."""
@@ -44,6 +60,7 @@ class SequentialGather(WholeGather):
         gather_into(call.full, call.shard, self.memory.group)
         if call.row_numbers is not None and call.all_row_numbers is not None:
             gather_into(call.all_row_numbers, call.row_numbers, self.memory.group)
+        self.multiply_whole(stream, call)
 
 
 class SequentialScatter(WholeScatter):
@@ -51,12 +68,13 @@ class SequentialScatter(WholeScatter):
 
     name = "sequential"
     transports = (PLAIN,)
+    refuses = (sums_in_rank_order,)
     estimate = cost.sequential
     uses_memory = False
 
     @classmethod
     def plan(cls, call: ReduceFacts, memory: GroupMemory, choice: Choice) -> SequentialScatter | SequentialProgram:
-        able = _cublas_and_nccl(call) and cublas_takes_scattered(call) is None
+        able = _cublas_and_nccl(call) and matmul_takes_scattered(call) is None
         return cls(call, memory) if able else SequentialProgram()
 
     def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
