@@ -166,16 +166,18 @@ def gather(recipe: Recipe, pool: Pool, picked: Tensor, outer: int = 1, full: boo
     """`picked` [ranks, rows of each]: rank r has those of row r, in `outer` blocks."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     blocks = picked.view(ranks, outer, -1)
-    a, order = pool.a[0][blocks[rank]], blocks.transpose(0, 1).reshape(-1)
+    a, order, dim = pool.a[0][blocks[rank]], blocks.transpose(0, 1).reshape(-1), 1
     options = options_of(recipe, pool)
     if pool.a_scales:
         scale = pool.a_scales[0]
         if scale.ndim:
             lead = blocks[rank] if recipe.travels else blocks.transpose(0, 1).reshape(outer, -1)
-            scale = scale[lead]
+            scale = scale[lead] if outer > 1 else scale[lead][0]
         options |= {"a_scale": scale, "gather_a_scale": recipe.travels and scale.ndim > 0}
+    if outer == 1:  # gloo gathers along the first dimension
+        a, dim = a[0], 0
     group = dist.group.WORLD.group_name
-    outs = torch.ops.asynctp.all_gather_matmul(a, pool.bs, pool.biases, 1, full, ranks, group, **options)
+    outs = torch.ops.asynctp.all_gather_matmul(a, pool.bs, pool.biases, dim, full, ranks, group, **options)
     return [out.flatten(0, -2) for out in outs[: len(pool.bs)]], order
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
@@ -145,6 +146,34 @@ class FewRowsTiles:
 _DEEP, _MIDDLE, _SHALLOW = 512, 256, 128
 
 
+class _High(NamedTuple):
+    """Tiles of 64 rows, and what a wave of them takes: for each 1000 of K, and besides; and what a call takes besides.
+
+    In microseconds, of 16 bits. Source: `docs/results/2026-11-29-h200x1/invariant-tiles.jsonl`.
+    """
+
+    columns: int
+    depth: int
+    stages: int
+    long: float
+    wave: float
+    call: float
+
+    def time(self, rows: int, columns: int, k: float, programs: int) -> float:
+        return waves(rows, columns, 64, self.columns, programs) * (self.long * k / 1000 + self.wave) + self.call
+
+    def of(self, itemsize: int) -> FewRowsTiles:
+        return FewRowsTiles(64, self.columns, self.depth // itemsize, stages=self.stages)
+
+
+_MEAN = 4000  # a K, to choose one of them by
+_HIGH = (
+    _High(64, _MIDDLE, 6, 2.4, 1.4, 1.0), _High(128, _SHALLOW, 8, 3.1, 1.9, 1.4), _High(256, _SHALLOW, 5, 5.1, 2.4, 1.3)
+)  # fmt: skip
+#: the same of the GEMM of `fused`, a wave's of tiles of 128 x 128
+_GEMM_LONG, _GEMM_WAVE, _GEMM_CALL = 5.1, 1.6, 2.7
+
+
 def few_rows_tiles(itemsize: int, rows: int, columns: int, programs: int) -> FewRowsTiles:
     """The tiles of a matmul of few rows. columns: Of all Bs. programs: SMs.
 
@@ -162,13 +191,9 @@ def few_rows_tiles(itemsize: int, rows: int, columns: int, programs: int) -> Few
         return FewRowsTiles(32, 64, depth // itemsize, stages=4, swapped=True)
     if -(-rows // 32) * narrow <= programs:
         return FewRowsTiles(32, 64, _MIDDLE // itemsize, stages=8, swapped=True)
-    high = -(-rows // 64)
-    for block_n, depth, stages in ((64, _MIDDLE, 6), (128, _SHALLOW, 8), (256, _SHALLOW, 5)):
-        if high * -(-columns // block_n) <= programs:
-            return FewRowsTiles(64, block_n, depth // itemsize, stages=stages)
-    if rows <= 64:
-        return FewRowsTiles(64, 128, _SHALLOW // itemsize, stages=8)
-    return FewRowsTiles(256, 128, _SHALLOW // itemsize, stages=4, warps=8, swapped=True)
+    if rows <= 64 and -(-columns // 256) > programs:
+        return _HIGH[1].of(itemsize)
+    return min(_HIGH, key=lambda each: each.time(rows, columns, _MEAN, programs)).of(itemsize)
 
 
 def few_rows_is_faster(rows: int, depth: int, columns: int, itemsize: int, by_rows: bool) -> bool:
@@ -182,13 +207,11 @@ def few_rows_is_faster(rows: int, depth: int, columns: int, itemsize: int, by_ro
     return rows <= 64 and depth * itemsize <= (5 if rows <= 8 else 8) * columns
 
 
-#: rows up to which such tiles are as fast as the GEMM of `fused`
-_OURS = 128
-
-
-def few_rows_is_ours(rows: int) -> bool:
-    """Whether such tiles take a matmul that is not cuBLAS's in any case."""
-    return rows <= _OURS
+def few_rows_before(gemm: Tiles, itemsize: int, rows: int, columns: int, k: int, programs: int) -> bool:
+    """Whether such tiles are faster than those of the GEMM of `fused`, where cuBLAS is not to make a matmul."""
+    count, long = waves(rows, columns, gemm.block_m, gemm.block_n, programs), k * itemsize / 2
+    of_gemm = count * (gemm.block_n / 128 * _GEMM_LONG * long / 1000 + _GEMM_WAVE) + _GEMM_CALL
+    return rows <= 64 or min(each.time(rows, columns, long, programs) for each in _HIGH) < of_gemm
 
 
 #: in the interpreter: small, as `INTERPRETED_TILES`

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, few_rows_is_ours, tiles_for
+from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, Tiles, few_rows_before, tiles_for
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
 from asynctp_kernels.cuda.gemm.few_rows import FewRows
 from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
@@ -44,13 +44,7 @@ class WholeGemm:
         """Examples of a call's tensors, as of `FewRows`, but that rows of A may lie apart."""
         (m, k), widths, out_dtype = a.shape, [b.shape[1] for b in bs], outs[0].dtype
         bs, b_scales, biases = [aligned_columns(b) for b in bs], dense(b_scales), dense(biases)
-        sms, precise = driver.processors(a.device.index), a.itemsize == 1 and not fast
-        sizes = (m, sum(widths), k, sms)
-        tiles = (
-            INTERPRETED_TILES
-            if IS_INTERPRETED
-            else tiles_for(a.dtype, precise, *sizes, out_itemsize=out_dtype.itemsize)
-        )
+        sms, tiles = driver.processors(a.device.index), gemm_tiles(a, bs, out_dtype, fast)
         q, pitch = m // chunks, a.stride(0)
         row_tiles = -(-q // tiles.block_m)
         programs = grid(chunks * row_tiles * sum(-(-n // tiles.block_n) for n in widths), sms)
@@ -110,6 +104,14 @@ class WholeGemm:
 OwnMatmul = FewRows | WholeGemm
 
 
+def gemm_tiles(a: Tensor, bs: Sequence[Tensor], out_dtype: torch.dtype, fast: bool) -> Tiles:
+    """The tiles of `WholeGemm`."""
+    if IS_INTERPRETED:
+        return INTERPRETED_TILES
+    sizes = (a.shape[0], sum(b.shape[1] for b in bs), a.shape[1], driver.processors(a.device.index))
+    return tiles_for(a.dtype, a.itemsize == 1 and not fast, *sizes, out_itemsize=out_dtype.itemsize)
+
+
 def own_matmul(
     a: Tensor,
     bs: Sequence[Tensor],
@@ -120,7 +122,9 @@ def own_matmul(
     factor: float = 1.0,
     fast: bool = True,
 ) -> OwnMatmul:
-    """The kernel for such a call: examples of its tensors. fast: fp8 sums may be."""
-    a, few = aligned(a), few_rows_is_ours(a.shape[0])
+    """The faster kernel for such a call: examples of its tensors. fast: fp8 sums may be."""
+    tiles, columns = gemm_tiles(a, bs, outs[0].dtype, fast), sum(b.shape[1] for b in bs)
+    m, k = a.shape
+    few = few_rows_before(tiles, a.itemsize, m, columns, k, driver.processors(a.device.index))
     kind: type[FewRows] | type[WholeGemm] = FewRows if few else WholeGemm
-    return kind(a, bs, outs, a_scale, b_scales, biases, factor, fast)
+    return kind(aligned(a), bs, outs, a_scale, b_scales, biases, factor, fast)
