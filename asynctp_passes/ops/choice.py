@@ -139,15 +139,13 @@ def variant_reason(
         b_scales: Their scales; None stands for 1. None at all without scales.
         biases: For each a bias, or None.
         out_dtype: Dtype of the results.
-        world_size: Ranks of the group.
+        world_size: Ranks of the group; 0 where they are not known.
 
-    No tensor needs memory. Where there is no GPU to ask, it is taken for one that kernels are written for.
+    No tensor needs memory. Where there is no GPU to ask, it is taken for one that the kernels are written for.
     """
     kernels = overlapped(a)
     if kernels is None:
         return "triton is missing"
-    if a.is_cuda and not torch.cuda.is_available():
-        return None
     scales = [a.new_empty((1,)) if scale is None else scale for scale in b_scales]
     reason: str | None = kernels.variant_reason(a, bs, scales, biases, out_dtype, world_size)
     return reason

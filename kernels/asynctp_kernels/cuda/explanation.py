@@ -12,7 +12,7 @@ from asynctp_kernels.cuda.checks import group_refused, refusals
 from asynctp_kernels.cuda.choose.select import Choice, Problem, choose
 from asynctp_kernels.cuda.choose.tables import Table
 from asynctp_kernels.cuda.facts import Facts, GatherFacts, ReduceFacts, facts_of
-from asynctp_kernels.cuda.gemm.gemm import refused_gemm
+from asynctp_kernels.cuda.gemm.gemm import refused_dtypes, refused_gpu, refused_layouts
 from asynctp_kernels.cuda.implementations import ENTRIES
 from asynctp_kernels.cuda.runtime.machine import driver, others_beside
 
@@ -55,9 +55,15 @@ def variant_reason(
         b_scales: One number for each B, or one for each column; none without scales.
         biases: For each B one, or None.
         out_dtype: Of the results.
-        world: Ranks of the group.
+        world: Ranks of the group; 0 where they are not known.
     """
-    return group_refused(world) or refused_gemm(a, bs, b_scales, biases, out_dtype, [bs[0].shape[0]])
+    if (
+        reason := (group_refused(world) if world else None) or refused_dtypes(a.dtype, bool(b_scales), out_dtype)
+    ) is not None:
+        return reason
+    asks = driver.IN_ORDER or torch.cuda.is_available()  # else the program is compiled for another machine
+    refused = refused_gpu(a.device.index) if asks else None
+    return refused or refused_layouts(a.itemsize, bs, b_scales, biases, out_dtype, [bs[0].shape[0]])
 
 
 def problem_for(call: Facts) -> Problem:
