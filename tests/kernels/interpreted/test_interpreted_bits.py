@@ -49,11 +49,11 @@ def _rows(rank: int, world: int, recipe: str, calls: int) -> dict[str, Any]:
     ],
 )
 def test_rows_keep_their_bits(world: int, recipe: str) -> None:
-    found = run_ranks(world, _rows, recipe, 3)
+    found = run_ranks(world, _rows, recipe, 2)
     assert found == found[:1] * world
     told = found[0]
     assert told["unlike"] == 0
-    assert told["elements"] > 10_000
+    assert told["elements"] > 5_000
     sums_by_nccl = {f"{recipe} {op} sequential" for op in ("scatter", "all-reduce")}
     assert sums_by_nccl <= told["refused"]
     assert f"{recipe} scatter decomposed" not in told["refused"]
