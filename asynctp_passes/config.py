@@ -84,8 +84,8 @@ class Config:
         rematerialize: Whether the backward makes gathers of the forward again, so that less of what is gathered is
             kept. `"always"`: where that can be done. `"auto"`: where it is worth a call, and matmuls overlap it.
             `"never"`: nowhere.
-        invariant: `"batch"`: on GPUs a row of a fused chain has the same bits however many rows there are, wherever it
-            is among them, and whatever runs the op. Chains of which that cannot be promised are MISSED. So it is where
+        invariant: `"batch"`: on GPUs a row of a fused chain has the same bits however many rows there are, and wherever
+            it is among them. Chains of which that cannot be promised are MISSED. So it is where
             `torch._inductor.config.batch_invariant` is on. `"off"`: what is fastest makes the matmuls.
         deviate: Let ranks send something cheaper than the program's collectives do, where all of them can, as one sum
             in place of several. When compiling, ranks ask one another: what one does not do, none does. Without it,
