@@ -37,7 +37,7 @@ from torch import Tensor
 import asynctp_passes.ops
 
 FP8, BF16, FP16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
-IMPLEMENTATIONS = ("fused", "decomposed", "direct", "sequential")
+IMPLEMENTATIONS = ("fused", "decomposed", "direct", "whole", "sequential")
 SEED = int(os.environ.get("SEED", "0"))
 #: rows of the pool, and numbers of rows: borders of tiles, and primes; calls of each case
 POOL, ROWS, CALLS = 8192, (

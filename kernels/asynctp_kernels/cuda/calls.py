@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from asynctp_kernels.cuda.checks import PYTORCH_MATMULS
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.wire import INVARIANT
 from asynctp_kernels.cuda.explanation import choice_for
@@ -113,8 +112,8 @@ def refuse_variant(call: Any, world: int) -> None:
     """
     if call.accord & INVARIANT and not facts_of(call, world).is_empty:
         raise RuntimeError(
-            f"asynctp: nothing can run this call: {PYTORCH_MATMULS}, and its group of {world} ranks has no memory that "
-            f"they share (a warning says why). {select.VARIANT_REMEDY}"
+            f"asynctp: nothing can run this call as a batch-invariant one: its group of {world} ranks has no memory "
+            f"that they share (a warning says why). {select.VARIANT_REMEDY}"
         )
 
 

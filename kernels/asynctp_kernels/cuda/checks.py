@@ -20,7 +20,6 @@ from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
 WORLD_SIZES = range(2, 9)
 NOT_IN_BLOCKS = "scales of blocks of the contraction: the GEMM scales a sum once, at its end"
 NCCL_ORDER = "a batch-invariant call: NCCL adds up in an order that depends on sizes"
-PYTORCH_MATMULS = "a batch-invariant call: PyTorch's matmuls may cut K, by the number of rows"
 NOT_IN_CUBLAS = "scales, bias, strides or result type that cuBLAS does not take in one scaled matmul"
 
 
@@ -192,9 +191,11 @@ def sums_in_rank_order(call: Facts) -> str | None:
     return NCCL_ORDER if call.invariant and not call.is_empty else None
 
 
-def matmuls_may_vary(call: Facts) -> str | None:
-    """PyTorch may make the matmuls, which cuts K by the number of rows."""
-    return PYTORCH_MATMULS if call.invariant and not call.is_empty else None
+def program_may_multiply(call: Facts) -> str | None:
+    """PyTorch may make the matmuls, which cuts K by the number of rows; or kernels of ours can (`Mover.multiply`)."""
+    if not call.invariant or call.is_empty:
+        return None
+    return matmul_takes_gathered(call) if isinstance(call, GatherFacts) else matmul_takes_scattered(call)
 
 
 def rows_of_a_contiguous(call: ReduceFacts) -> str | None:

@@ -105,7 +105,7 @@ def choose(
         return Choice(wanted, "forced", {}, refused, **settings)
     able = {each.name: each for each in entries if each.estimate is not None and each.name not in refused}
     if not able and (reason := refused.get(WHOLE)) is not None:
-        raise RuntimeError(f"asynctp: nothing can run this call: {reason}. {VARIANT_REMEDY}")
+        raise RuntimeError(f"asynctp: nothing can run this call as a batch-invariant one: {reason}. {VARIANT_REMEDY}")
     if not able:
         return Choice(WHOLE, "only one that can", {}, refused, **settings)
     if IS_INTERPRETED:  # nothing is fast: what has most to show

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from asynctp_kernels.cuda.checks import matmuls_may_vary, sums_in_rank_order
+from asynctp_kernels.cuda.checks import program_may_multiply, sums_in_rank_order
 from asynctp_kernels.cuda.choose import cost
 from asynctp_kernels.cuda.choose.cost import Estimate
 from asynctp_kernels.cuda.choose.implementation import Implementation
@@ -25,7 +25,7 @@ class WholeProgram(OwnProgram):
 
     name = "whole"
     transports = (PUSH, PULL, DIRECT)
-    refuses = (matmuls_may_vary,)
+    refuses = (program_may_multiply,)
 
 
 class SequentialProgram(OwnProgram):

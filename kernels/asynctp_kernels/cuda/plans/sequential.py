@@ -5,7 +5,7 @@ from __future__ import annotations
 from asynctp_kernels.cuda.checks import (
     matmul_takes_gathered,
     matmul_takes_scattered,
-    matmuls_may_vary,
+    program_may_multiply,
     sums_in_rank_order,
 )
 from asynctp_kernels.cuda.choose import cost
@@ -28,18 +28,12 @@ def _cublas_and_nccl(call: Facts) -> bool:
     return call.layout.whole and not driver.IN_ORDER and not call.is_empty and not call.unknown
 
 
-def makes_matmuls(call: GatherFacts) -> str | None:
-    """Kernels of ours make the matmuls of a batch-invariant call, and not PyTorch."""
-    refused = matmuls_may_vary(call)
-    return matmul_takes_gathered(call) if refused is not None and _cublas_and_nccl(call) else refused
-
-
 class SequentialGather(WholeGather):
     """NCCL's all-gather. Only for one outer block, where the ranks' shards are ranges of rows."""
 
     name = "sequential"
     transports = (PLAIN,)
-    refuses = (makes_matmuls,)
+    refuses = (program_may_multiply,)
     estimate = cost.sequential
     uses_memory = False
 
