@@ -27,7 +27,7 @@ from torch.distributed._functional_collectives import all_gather_tensor, reduce_
 
 import asynctp_passes
 
-PROMPTS, STEPS, LAYERS, VOCABULARY, WIDTH, HIDDEN, HEADS, DEPTH = 64, 12, 2, 1024, 1024, 2816, 8, 128
+PROMPTS, STEPS, LAYERS, VOCABULARY, WIDTH, HIDDEN, HEADS, DEPTH = 64, 6, 2, 1024, 1024, 2816, 8, 128
 if IS_INTERPRETED:
     PROMPTS, STEPS, LAYERS, VOCABULARY, WIDTH, HIDDEN, HEADS, DEPTH = 6, 2, 1, 64, 64, 96, 4, 16
 DTYPE = torch.bfloat16
