@@ -28,9 +28,11 @@ __all__ = [
 
 Strict = Literal["off", "zero", "all"]
 Rematerialize = Literal["auto", "always", "never"]
+Invariant = Literal["off", "batch"]
 _SWITCHES = ("deviate", "direct", "log", "trace")
 _NOT_DECISIVE = ("log", "trace", "report_file", "graph_dir")
 _STRICT_LEVELS = ("off", "zero", "all")
+_INVARIANT_LEVELS = ("off", "batch")
 _REMATERIALIZE_MODES = ("auto", "always", "never")
 _CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 _ENVIRONMENT_PREFIX = "ASYNCTP_"
@@ -82,6 +84,9 @@ class Config:
         rematerialize: Whether the backward makes gathers of the forward again, so that less of what is gathered is
             kept. `"always"`: where that can be done. `"auto"`: where it is worth a call, and matmuls overlap it.
             `"never"`: nowhere.
+        invariant: `"batch"`: on GPUs a row of a fused chain has the same bits however many rows there are, and wherever
+            it is among them. Chains of which that cannot be promised are MISSED. So it is where
+            `torch._inductor.config.batch_invariant` is on. `"off"`: what is fastest makes the matmuls.
         deviate: Let ranks send something cheaper than the program's collectives do, where all of them can, as one sum
             in place of several. When compiling, ranks ask one another: what one does not do, none does. Without it,
             ranks may compile whatever they like, whenever they like.
@@ -108,6 +113,7 @@ class Config:
     min_flops: int = 0
     skip: Any = ()
     rematerialize: Rematerialize = "auto"
+    invariant: Invariant = "off"
     deviate: bool = True
     direct: bool = True
     log: bool = True
@@ -125,6 +131,7 @@ class Config:
             self.rematerialize,
             f"one of {_REMATERIALIZE_MODES}",
         )
+        _require(self.invariant in _INVARIANT_LEVELS, "invariant", self.invariant, f"one of {_INVARIANT_LEVELS}")
         for name in ("expect", "min_bytes", "min_flops"):
             value = getattr(self, name)
             _require(

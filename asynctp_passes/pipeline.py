@@ -15,6 +15,7 @@ from asynctp_passes.reporting.strictness import raise_if_strict
 from asynctp_passes.rewriting.ordering import put_in_program_order
 from asynctp_passes.rewriting.rewrite import rewrite
 from asynctp_passes.rewriting.ungroup import ungroup
+from asynctp_passes.torch_private import inductor_options
 
 __all__ = ["run"]
 
@@ -40,7 +41,7 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
         TypeError: `graph` is no graph, but a GraphModule, say.
     """
     _require_graph(graph)
-    config = Config.given(config)
+    config = inductor_options.obeyed(Config.given(config))
     attempt = UndoOnError(graph, config, phase_of(graph))
     with attempt:
         return _fuse(graph, config, attempt)

@@ -489,6 +489,15 @@ SCALES_BLOCKWISE = _miss(
     "blocks of A need a multiple of 128 rows on each rank",
 )
 
+NOT_BATCH_INVARIANT = _miss(
+    "ATP307",
+    "NOT_BATCH_INVARIANT",
+    "rows are to have the same bits whatever their number, and no kernel promises that for this chain",
+    "use bfloat16, float16, or fp8 with tensorwise or rowwise scales, on H100 or H200, in groups of 2 to 8 ranks. Rows "
+    "of weights and results must be multiples of 16 bytes. Where bits may depend on the number of rows, set "
+    'invariant="off", and torch._inductor.config.batch_invariant = False',
+)
+
 # --- 4xx cost ------------------------------------------------------------------------------------------
 BELOW_THRESHOLD = _skip(
     "ATP401",

@@ -28,6 +28,7 @@ LONGEST = (
     "test_pingpong.py",
     "test_compiled_kernels.py",
     "test_interpreted_unlike.py",
+    "test_interpreted_bits.py",
 )
 
 

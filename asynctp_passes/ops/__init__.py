@@ -36,6 +36,7 @@ from asynctp_passes.ops.choice import (
     leave,
     on_wire,
     refresh,
+    variant_reason,
 )
 from asynctp_passes.ops.register import register_fused
 
@@ -55,6 +56,7 @@ __all__ = [
     "refresh",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
+    "variant_reason",
 ]
 
 _LIBRARY = register_fused()

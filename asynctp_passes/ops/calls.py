@@ -20,7 +20,7 @@ from torch import Tensor
 
 from asynctp_passes.torch_private import process_groups
 
-__all__ = ["OPS", "SCALES", "SIGNATURES", "Call", "GatherCall", "ReduceCall", "Signature", "signature"]
+__all__ = ["INVARIANT", "OPS", "SCALES", "SIGNATURES", "Call", "GatherCall", "ReduceCall", "Signature", "signature"]
 
 
 class GatherCall(NamedTuple):
@@ -39,6 +39,7 @@ class GatherCall(NamedTuple):
             gathered too, and returned last.
         all_keep: Every rank keeps the gathered A, the same on all ranks; None: as `return_a_full`.
         accord: What all ranks have agreed that this graph does otherwise than its program, as a number; 0: nothing.
+            And `INVARIANT`, where the matmuls of the graph are batch-invariant on all of them.
         op: The op's name, which is no argument.
     """
 
@@ -135,6 +136,8 @@ class ReduceCall(NamedTuple):
 
 
 Call = GatherCall | ReduceCall
+INVARIANT = 1 << 31
+"""Of an accord: a row's bits do not depend on how many rows there are, nor on what runs a call. Kernels know it too."""
 SCALES = frozenset({"a_scale", "a_scales", "b_scales", "gather_a_scale", "out_dtype", "use_fast_accum"})
 """The arguments of a call with scales, and of no other."""
 _OF_A_SCATTER = ("scatter_dim", "group_size")

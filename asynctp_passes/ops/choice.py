@@ -7,7 +7,7 @@ import importlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ __all__ = [
     "on_wire",
     "overlapped",
     "refresh",
+    "variant_reason",
 ]
 
 log = logging.getLogger("asynctp_passes.ops")
@@ -120,6 +121,34 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
     except RuntimeError:
         return implementation(device)
     return f"{choice.implementation} ({choice.source})"
+
+
+def variant_reason(
+    a: Tensor,
+    bs: Sequence[Tensor],
+    b_scales: Sequence[Tensor | None],
+    biases: Sequence[Tensor | None],
+    out_dtype: torch.dtype,
+    world_size: int,
+) -> str | None:
+    """Why nothing promises that a row of these matmuls has the same bits however many rows there are; None: it does.
+
+    Args:
+        a: The left operand.
+        bs: The right operands, as `[K, N]`.
+        b_scales: Their scales; None stands for 1. None at all without scales.
+        biases: For each a bias, or None.
+        out_dtype: Dtype of the results.
+        world_size: Ranks of the group; 0 where they are not known.
+
+    No tensor needs memory. Where there is no GPU to ask, it is taken for one that the kernels are written for.
+    """
+    kernels = overlapped(a)
+    if kernels is None:
+        return "triton is missing"
+    scales = [a.new_empty((1,)) if scale is None else scale for scale in b_scales]
+    reason: str | None = kernels.variant_reason(a, bs, scales, biases, out_dtype, world_size)
+    return reason
 
 
 def explain(op: str, *args: Any) -> Any:

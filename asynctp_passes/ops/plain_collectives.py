@@ -18,7 +18,18 @@ __all__ = ["FP8_DTYPES", "Mover", "all_reduce", "gather", "gather_with", "gather
 
 
 class Mover(Protocol):
-    """Collectives of a group on a wire of its own, complete when they return; None where it has none for a call."""
+    """Collectives of a group on a wire of its own, complete when they return; None where it has none for a call.
+
+    invariant: The call is batch-invariant: `multiply` makes its matmuls.
+    """
+
+    @property
+    def invariant(self) -> bool: ...
+
+    def multiply(
+        self, a: Tensor, b: Tensor, bias: Tensor | None, scales: Sequence[Tensor], out_dtype: torch.dtype, fast: bool
+    ) -> Tensor:
+        """`a @ b` of matrices; scales: of both, or none."""
 
     def gather(self, shard: Tensor, row_numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
         """All ranks' shards, and float32 numbers: [world, *shape] each."""

@@ -70,7 +70,7 @@ def run(call: Call, mover: Mover | None = None) -> Any:
     """
     if isinstance(call, GatherCall):
         return _gather_then_multiply(call, mover)
-    total = _sum(call)
+    total = _sum(call, mover)
     if call.scatter_dim is None:
         return all_reduce(total, call.reduce_op, call.group_name, mover, in_place=True)
     assert call.group_size is not None, "the op that scatters is told"
@@ -81,7 +81,7 @@ def _gather_then_multiply(call: GatherCall, mover: Mover | None) -> list[Tensor]
     where = (call.gather_dim, call.group_size, call.group_name)
     a_full, row_numbers = gather_with(call.a_shard, call.row_numbers, *where, mover)
     scale = row_numbers if call.gather_a_scale and row_numbers is not None else call.a_scale
-    outs = [_matmul(call, i, a_full, scale) for i in range(len(call.bs))]
+    outs = [_matmul(call, i, a_full, scale, mover) for i in range(len(call.bs))]
     outs += [a_full] if call.return_a_full else []
     return [*outs, row_numbers] if call.along_shard is not None and row_numbers is not None else outs
 
@@ -91,10 +91,11 @@ def _rows(a: Tensor) -> Tensor:
     return a.flatten(0, -2)
 
 
-def _sum(call: ReduceCall) -> Tensor:
+def _sum(call: ReduceCall, mover: Mover | None) -> Tensor:
     """The matmuls in list order, `added` last, in `sum_dtype`, to which they are converted first; None: their own."""
     scales: Sequence[Tensor | None] = [None] * len(call.a_parts) if call.a_scales is None else call.a_scales
-    matmuls = [_matmul(call, i, a, a_scale) for i, (a, a_scale) in enumerate(zip(call.a_parts, scales, strict=True))]
+    pairs = enumerate(zip(call.a_parts, scales, strict=True))
+    matmuls = [_matmul(call, i, a, a_scale, mover) for i, (a, a_scale) in pairs]
     terms = matmuls if call.sum_dtype is None else [one.to(call.sum_dtype) for one in matmuls]
     each, of_sum = split_factors(call.factors, len(matmuls))
     total, *others = [multiplied(*pair) for pair in zip(terms, each, strict=True)]
@@ -103,9 +104,13 @@ def _sum(call: ReduceCall) -> Tensor:
     return multiplied(total, of_sum)
 
 
-def _matmul(call: Call, i: int, a: Tensor, a_scale: Tensor | None) -> Tensor:
-    """`a` by operand `i` of the call."""
+def _matmul(call: Call, i: int, a: Tensor, a_scale: Tensor | None, mover: Mover | None) -> Tensor:
+    """`a` by operand `i` of the call; by the mover, if that has to make it."""
     b, bias = call.bs[i] if isinstance(call, GatherCall) else call.b_parts[i], call.biases[i]
+    if mover is not None and mover.invariant and 0 not in (*a.shape, b.shape[1]):
+        scales = [] if a_scale is None or call.b_scales is None else [a_scale, call.b_scales[i]]
+        made = mover.multiply(_rows(a), b, bias, scales, call.out_dtype or a.dtype, call.use_fast_accum)
+        return made.view(*a.shape[:-1], b.shape[1])
     if a_scale is None or call.b_scales is None or call.out_dtype is None:
         return product(a, b, bias)
     return scaled_product(a, b, a_scale, call.b_scales[i], bias, call.out_dtype, call.use_fast_accum)

@@ -392,6 +392,40 @@ def blocks_of_rows_whole(candidate: Candidate, context: Context) -> Refusal | No
     return Refusal(reasons.SCALES_BLOCKWISE, f"{tall.node.name}: {rows} rows together, in blocks of {together}")
 
 
+def rows_keep_their_bits(candidate: Candidate, context: Context) -> Refusal | None:
+    """Under `invariant` kernels make all matmuls of a chain on GPUs, and the sum over ranks is in rank order."""
+    chain, collective = candidate.chain, candidate.collective
+    if chain is None or context.config.invariant == "off" or not on_wire(collective):
+        return None
+    gathers = collective.kind == "all_gather"
+    for together in [chain.matmuls] if gathers else [(matmul,) for matmul in chain.matmuls]:
+        if (reason := _variant_reason(together, collective.group_size or 0)) is not None:
+            return Refusal(reasons.NOT_BATCH_INVARIANT, f"{', '.join(one.node.name for one in together)}: {reason}")
+    if gathers or _is_compared(collective, context.config):
+        return None
+    facts = f"asynctp's transport does not add up any number of rows of {describe(collective.input)}"
+    return Refusal(reasons.NOT_BATCH_INVARIANT, facts)
+
+
+def _variant_reason(matmuls: Sequence[Matmul], world: int) -> str | None:
+    """Why no kernel promises the rows of matmuls with one left operand the same bits."""
+    bs = []
+    for matmul in matmuls:
+        if matmul.scaled is not None and matmul.scaled.blocks is not None:
+            return "scales of blocks"
+        b = value_of(matmul.b)
+        sizes, strides = (tuple(each[-2:]) for each in (b.shape, b.stride()))
+        if not all(isinstance(size, int) for size in (*sizes, *strides)):
+            return f"a right operand of symbolic sizes, {list(sizes)}"
+        order = (1, 0) if matmul.b_transposed else (0, 1)
+        layout = ([sizes[dim] for dim in order], [strides[dim] for dim in order])
+        bs.append(torch.empty_strided(*layout, dtype=b.dtype, device="meta"))
+    b_scales = [tensor_of(one.scaled.b_scale) for one in matmuls if one.scaled is not None]
+    biases = [tensor_of(one.bias) for one in matmuls]
+    out_dtype = value_of(matmuls[0].node).dtype
+    return ops.variant_reason(value_of(matmuls[0].a), bs, b_scales, biases, out_dtype, world)
+
+
 def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
     """Symbolic sizes that the rewrite must write down have to be carried by the chain's inputs or by placeholders."""
     chain = candidate.chain
@@ -483,6 +517,7 @@ CHECKS: tuple[Check, ...] = (
     blocks_of_rows_whole,
     sent_as_it_is,
     sizes_expressible,
+    rows_keep_their_bits,
     above_threshold,
     step_wanted,
     hoist_worthwhile,

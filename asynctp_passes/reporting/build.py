@@ -21,8 +21,9 @@ from asynctp_passes.ir.nodes import call_as_json, called_name, describe, module_
 from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
+from asynctp_passes.ops.calls import INVARIANT
 from asynctp_passes.planning import cost_model
-from asynctp_passes.planning.legality import is_named_for_data
+from asynctp_passes.planning.legality import is_named_for_data, on_wire
 from asynctp_passes.planning.plan import Plan, outcome_of, untouched
 from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting import internal, torch_notes
@@ -37,6 +38,14 @@ _LIKE_WEIGHTS = (
 )
 _SCALES = "the scales travel with the data of"
 _SUM = "only a sum is used, which is reduced once, by"
+_INVARIANT = (
+    "rows of the fused chains have the same bits however many rows there are. What sums over rows, such as a weight's "
+    "gradient, depends on all of them, and other ops are the program's own"
+)
+_VARIANT = (
+    'invariant="batch" is a promise of the kernels for GPUs. On this device, the bits of fused chains may depend on '
+    "how many rows there are, as those of its matmuls do"
+)
 _UNSHARDED = (
     "at best the sum overlaps with the matmul, and sending it to all ranks does not; shard activations over the "
     "sequence (SequenceParallel, Shard(1) outputs) to overlap that too"
@@ -55,6 +64,9 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
         _remark(one, phase, plan.outcome(one), one.candidate.collective.node in plan.accelerated)
         for one in plan.decisions
     )
+    if config.invariant == "batch":
+        pairs = zip(remarks, plan.candidates, strict=True)
+        remarks = tuple(_invariant(one) if on_wire(candidate.collective) else one for one, candidate in pairs)
     why = "since ranks differ" if config.deviate else "as the options ask"
     reasons = (reason for answer in answers.values() for reason in answer.refused.values())
     ranks_differ = [Note("ranks", f"not done, {why}: {reason}") for reason in dict.fromkeys(reasons)]
@@ -67,10 +79,23 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
         plan_digest=_plan_digest(remarks, buckets),
         buckets=buckets,
         questions=tuple(one.with_answer(answers[one.group]) for one in questions),
-        notes=(*torch_notes.notes(graph, phase, any(one.outcome == "FUSED" for one in remarks)), *ranks_differ),
+        notes=(*torch_notes.notes(graph, phase), *_bits(remarks, config), *ranks_differ),
         matmuls=sum(map(is_matmul, graph.nodes)),
         crossings=() if phase == "backward" else crossings_of(graph, _unfused(plan.decisions, config)),
     )
+
+
+def _invariant(remark: Remark) -> Remark:
+    """The remark as that of a batch-invariant chain, if it is fused."""
+    return dataclasses.replace(remark, invariant="batch") if remark.outcome == "FUSED" else remark
+
+
+def _bits(remarks: Sequence[Remark], config: Config) -> list[Note]:
+    """The note on what bits depend on where fused chains are to be batch-invariant."""
+    fused = [one for one in remarks if one.outcome == "FUSED"]
+    if not fused or config.invariant == "off":
+        return []
+    return [Note("bits", _INVARIANT if all(one.invariant for one in fused) else _VARIANT)]
 
 
 def _unfused(decisions: Sequence[Decision], config: Config) -> list[Collective]:
@@ -269,7 +294,8 @@ def _with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:
     if not told:
         return remark
     name = remark.op.removeprefix("asynctp::")
-    runs = ops.expected_implementation(name, call, remark.group_size)
+    accord = {"accord": INVARIANT} if remark.invariant else {}
+    runs = ops.expected_implementation(name, {**call, **accord}, remark.group_size)
     return dataclasses.replace(remark, call=told, implementation=runs)
 
 

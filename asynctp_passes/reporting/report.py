@@ -76,6 +76,8 @@ class Remark:
         flops: Floating-point operations of the chain's matmuls on this rank; None if unknown.
         estimate_us: Modelled times in microseconds (`"comm"`, `"matmul"`, `"serial"`, `"overlapped"`); empty when the
             device has no model.
+        invariant: `"batch"` where a row of the fused chain has the same bits however many rows there are
+            (`Config.invariant`); else empty.
         module: Path in what was compiled of the module of the chain's first matmul, or of the collective, as
             `"attention.wo"`; in a backward graph, of the forward's. None where the graph does not know it.
     """
@@ -101,6 +103,7 @@ class Remark:
     flops: int | None = None
     estimate_us: dict[str, float] = field(default_factory=dict)
     module: str | None = None
+    invariant: str = ""
 
     def __str__(self) -> str:
         """A few lines: the place, the outcome, the nodes, and the facts or the reason with its remedy."""
@@ -138,8 +141,8 @@ class Note:
     """A sentence on a graph that its remarks do not say.
 
     Attributes:
-        kind: `"breaks"`: torch broke graphs of this process. `"opaque"`: ops that may communicate. `"bits"`: they may
-            depend on the number of rows. `"torch"`: a bug of this torch. `"ranks"`: what is left out since a rank does
+        kind: `"breaks"`: torch broke graphs of this process. `"opaque"`: ops that may communicate. `"bits"`: what they
+            may depend on. `"torch"`: a bug of this torch. `"ranks"`: what is left out since a rank does
             not do it. `"calls"`: why the generated code does not call the fused ops directly.
         text: The note.
     """
@@ -150,7 +153,7 @@ class Note:
     @property
     def informs(self) -> bool:
         """Whether it is for information, and no warning."""
-        return self.kind in ("opaque", "calls")
+        return self.kind in ("opaque", "bits", "calls")
 
     def __str__(self) -> str:
         """The text."""
@@ -286,7 +289,8 @@ def _remark_text(remark: Remark) -> str:
 
 def _fused_lines(remark: Remark) -> Iterator[str]:
     yield from _wrapped("    ", ", ".join(f"{role} {shape}" for role, shape in remark.shapes.items()))
-    yield from _wrapped("    ", f"runs {remark.implementation}{_cost(remark)}")
+    bits = f", {remark.invariant}-invariant" if remark.invariant else ""
+    yield from _wrapped("    ", f"runs {remark.implementation}{bits}{_cost(remark)}")
     if remark.message:
         yield from _wrapped("    note: ", remark.message)
 

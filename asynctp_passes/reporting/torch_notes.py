@@ -13,7 +13,7 @@ from torch import fx
 from asynctp_passes.ir.nodes import tensor_of
 from asynctp_passes.ir.order import opaque_ops
 from asynctp_passes.reporting.report import Note
-from asynctp_passes.torch_private import dynamo, inductor_options, process_groups
+from asynctp_passes.torch_private import dynamo, process_groups
 
 __all__ = ["from_another_process", "hidden_calls", "notes"]
 
@@ -68,18 +68,9 @@ _CALLING_MODULES = ("the function `checkpoint_sequential`", "Module-level backwa
 """Those of them whose calls run modules, which dynamo may compile by themselves."""
 
 
-_VARIANT = (
-    "torch._inductor.config.batch_invariant is on, which asynctp does not promise: the bits of a fused chain may "
-    "depend on how many rows there are, since that chooses the matmul. Leave groups out by Config(groups=...) where "
-    "they must not"
-)
-
-
-def notes(graph: fx.Graph, phase: str, fuses: bool = False) -> tuple[Note, ...]:
-    """The notes on a graph; most graphs have none. fuses: It has a fused chain."""
+def notes(graph: fx.Graph, phase: str) -> tuple[Note, ...]:
+    """The notes on a graph; most graphs have none."""
     found = [Note("breaks", hidden_calls()), Note("opaque", _opaque(graph))]
-    if fuses and inductor_options.is_on("batch_invariant"):
-        found.append(Note("bits", _VARIANT))
     if phase == "forward":
         found.append(Note("torch", _checkpoint_of_dtensors(graph, str(torch.__version__))))
     return tuple(note for note in found if note.text)

@@ -22,6 +22,7 @@ from asynctp_passes.ir.sizes import divided
 from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Bucket
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
+from asynctp_passes.ops.calls import INVARIANT
 from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.rewriting.builder import Builder, RewriteState, Site
 from asynctp_passes.rewriting.cleanup import erase_unused, shared_by
@@ -138,7 +139,8 @@ def options_of(state: RewriteState, collective: Collective, kept_by_all: bool = 
     kept_by_all: Of a gather, whether every rank keeps it, which is told where it goes by a transport of asynctp's.
     """
     kept = collective.kind == "all_gather" and ops.on_wire(value_of(collective.source).device.type)
-    accord = state.plan.accord(collective.group_key)
+    invariant = INVARIANT if state.plan.context.config.invariant == "batch" else 0
+    accord = state.plan.accord(collective.group_key) | invariant
     return {**({"all_keep": kept_by_all} if kept else {}), **({"accord": accord} if accord else {})}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, get_origin
 
+from asynctp_passes.config import Config
 from asynctp_passes.torch_private import process_groups
 
 
@@ -34,6 +36,11 @@ def is_on(name: str) -> bool:
     from torch._inductor import config
 
     return bool(getattr(config, name, False))
+
+
+def obeyed(config: Config) -> Config:
+    """The configuration, batch-invariant where Inductor is to be."""
+    return dataclasses.replace(config, invariant="batch") if is_on("batch_invariant") else config
 
 
 def misreads_lists_of_one() -> bool:

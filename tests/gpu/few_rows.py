@@ -1,4 +1,4 @@
-"""The matmul of few rows by itself on one GPU, beside cuBLAS: its bits, and then its time.
+"""The matmuls of batch-invariant calls by themselves on one GPU, beside cuBLAS: bits of few rows, and then times.
 
     python tests/gpu/few_rows.py [KIND ...]        (bf16, fp8, fp8-rowwise; all by default)
 
@@ -6,12 +6,15 @@ Bits: of rows alone, and among more, by each of the tiles, all equal to the same
 
 Time: weights of Llama 3 8B and 70B as one of 4 and of 8 ranks has them. They are read from memory: each call of a CUDA
 graph takes another copy, and all copies are many times as large as L2. In turns, medians. One JSON line a case:
-microseconds; `ratio`, cuBLAS' time / ours; `bound`, the time of reading the weight / ours; `chosen`, whether a plan
-takes ours. Last of each kind and number of rows: geometric mean and least of the ratios, mean of the bounds.
+microseconds of cuBLAS and of ours, `few` (`FewRows`) and `gemm` (the GEMM of `fused` alone); `ratio`, cuBLAS' time /
+that of the one which a batch-invariant call takes; `bound`, the time of reading the weight / that; `chosen`, whether
+other calls take `few` too. Last of each kind and number of rows: geometric mean and least of the ratios, mean of the
+bounds.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
@@ -21,10 +24,11 @@ from unittest import mock
 
 import gemm
 import torch
-from asynctp_kernels.cuda.choose.tiles import FewRowsTiles, few_rows_is_faster, few_rows_tiles
+from asynctp_kernels.cuda.choose.tiles import FewRowsTiles, few_rows_before, few_rows_is_faster, few_rows_tiles
 from asynctp_kernels.cuda.gemm import few_rows
 from asynctp_kernels.cuda.gemm.cublas import Scaling, matmul
 from asynctp_kernels.cuda.gemm.few_rows import FewRows
+from asynctp_kernels.cuda.gemm.own_matmul import WholeGemm, gemm_tiles
 from torch import Tensor
 
 #: (K, N): qkv, output, gate and up, down, of 8B and 70B, over 4 ranks and over 8
@@ -32,7 +36,9 @@ SHAPES = (
     (4096, 1536), (1024, 4096), (4096, 7168), (3584, 4096), (4096, 768), (512, 4096), (4096, 3584), (1792, 4096),
     (8192, 2560), (2048, 8192), (8192, 14336), (7168, 8192), (8192, 1280), (1024, 8192), (8192, 7168), (3584, 8192),
 )  # fmt: skip
-ROWS = (1, 4, 16, 32, 64, 128, 200)
+ROWS = (1, 4, 16, 32, 64, 96, 128, 200, 256, 384, 512, 1024, 2048, 4096, 8192)
+#: numbers of rows that both kinds of ours are measured with
+BOTH = range(65, 2049)
 KINDS = ("bf16", "fp8", "fp8-rowwise")
 COPIES_BYTES, ROUNDS = 400 << 20, 7
 #: bytes a microsecond. Source: a copy of 8.6 GB within one H200, read and written
@@ -56,8 +62,10 @@ def operands(kind: str, m: int, k: int, n: int, copies: int) -> Operands:
     return a, bs, torch.rand(rows, device="cuda") + 0.5, [torch.rand(cols, device="cuda") + 0.5]
 
 
-def ours(a: Tensor, bs: list[Tensor], out: Tensor, a_scale: Tensor | None, b_scales: list[Tensor]) -> Call:
-    made = FewRows(a, bs[:1], [out], a_scale, b_scales, [None])
+def ours(
+    a: Tensor, bs: list[Tensor], out: Tensor, a_scale: Tensor | None, b_scales: list[Tensor], kind: Any = FewRows
+) -> Call:
+    made = kind(a, bs[:1], [out], a_scale, b_scales, [None])
 
     def call(i: int) -> None:
         stream = torch.cuda.current_stream().cuda_stream
@@ -108,17 +116,21 @@ def check_bits(kind: str, k: int, n: int) -> dict[str, Any]:
 # --- time ----------------------------------------------------------------------------------------------------------
 def compare(kind: str, m: int, k: int, n: int, bs: list[Tensor], a: Tensor, scales: tuple[Any, Any]) -> dict[str, Any]:
     """One case; `a` has m rows."""
-    outs = {name: torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda") for name in ("ours", "cublas")}
-    calls = {name: globals()[name](a, bs, out, *scales) for name, out in outs.items()}
-    found = gemm.measure(calls, max(len(bs), 16), ROUNDS)
-    error = ((outs["ours"].float() - outs["cublas"].float()).norm() / outs["cublas"].float().norm()).item()
+    tiles = gemm_tiles(a, bs[:1], torch.bfloat16, True)
+    own = "few" if few_rows_before(tiles, a.itemsize, m, n, k, SMS) else "gemm"
+    makes = {"cublas": cublas, "few": ours, "gemm": functools.partial(ours, kind=WholeGemm)}
+    names = list(makes) if m in BOTH else ["cublas", own]
+    outs = {name: torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda") for name in names}
+    calls = {name: makes[name](a, bs, out, *scales) for name, out in outs.items()}
+    found = gemm.measure(calls, max(len(bs), 16) if m <= 512 else 6, ROUNDS)
+    error = ((outs[own].float() - outs["cublas"].float()).norm() / outs["cublas"].float().norm()).item()
     if not error < 0.01:
         raise SystemExit(f"{kind} {m} x {k} x {n} is wrong: error {error:g}")
     bound = k * n * bs[0].itemsize / MEMORY
     return {
         **{name: round(time, 2) for name, time in found.items()},
-        "ratio": round(found["cublas"] / found["ours"], 3),
-        "bound": round(bound / found["ours"], 3),
+        "ratio": round(found["cublas"] / found[own], 3),
+        "bound": round(bound / found[own], 3),
         "error": round(error, 5),
         "chosen": few_rows_is_faster(m, k, n, bs[0].itemsize, kind == "fp8-rowwise"),
     }

@@ -170,3 +170,18 @@ def test_unlike_calls_are_told_by_every_rank(ranks: int) -> None:
     (result,) = torchrun(ranks, "unlike.py", "--faults", ASYNCTP_TIMEOUT_S="2")
     assert result["bad"] == {}
     assert result["faults"] >= 25
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_rows_have_the_same_bits_in_any_batch(ranks: int) -> None:
+    """Ranks may share GPUs for that."""
+    *_, last = torchrun(ranks, "bits.py")
+    assert last["unlike"] == 0
+    assert last["elements"] > 1_000_000_000
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_log_probabilities_have_the_same_bits_in_any_batch(ranks: int) -> None:
+    decoded, last = torchrun(ranks, "decode.py")
+    assert last == {"failed": 0}
+    assert (decoded["prompts"], decoded["differ"]) == (64, 0)

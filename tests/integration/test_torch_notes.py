@@ -55,7 +55,17 @@ def test_fused_chains_under_the_batch_invariant_mode() -> None:
     assert run_pass(load(path).graph).notes == ()
     with torch._inductor.config.patch(batch_invariant=True):
         (note,) = run_pass(load(path).graph).notes
-    assert "batch_invariant is on, which asynctp does not promise" in note.text
+    assert "is a promise of the kernels for GPUs" in note.text
+
+
+def test_fused_chains_that_are_batch_invariant() -> None:
+    b = GraphBuilder()
+    x, w = (b.input(name, [64, 64], torch.bfloat16, device="cuda") for name in ("x", "w"))
+    report = run_pass(b.returns(b.mm(b.gather(x), w)), invariant="batch")
+    (note,) = report.notes
+    assert "have the same bits however many rows there are" in note.text
+    assert report.fused[0].invariant == "batch"
+    assert ", batch-invariant" in str(report)
 
 
 def test_an_op_that_may_communicate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 import cuda_emulated
+from asynctp_kernels.cuda.choose.wire import INVARIANT
 from asynctp_kernels.cuda.plans import fused
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
@@ -143,6 +144,43 @@ def test_direct_scatter_of_few_rows(options: dict[str, Any], here: Machine) -> N
         memory.append((out, mine, call))
         assert torch.equal(out, wanted)
         assert here.memory.launched == number
+
+
+@pytest.mark.parametrize(
+    "options", [{"bias": True, "ns": (512, 136)}, {**ROWWISE, "travels": True}, {"shard": (2, 70), "dim": 1}], ids=str
+)
+@pytest.mark.parametrize("implementation", ["direct", "decomposed", "sequential"])
+def test_batch_invariant_gather(options: dict[str, Any], implementation: str, here: Machine) -> None:
+    """Of many rows too, the matmul is a kernel of ours; those of `direct` are in its graph."""
+    if implementation == "sequential" and "dim" in options:
+        pytest.skip("one outer block only")
+    call = replace(gather_call(**{"shard": (260,), "k": 512, "ns": (512,), **options}), accord=INVARIANT)
+    plan, memory = gather_plan(call, here, implementation), []
+    for number in range(4):
+        call = replace(call, bs=[again(b) for b in call.bs], b_scales=[again(each) for each in call.b_scales])
+        here.log.clear()
+        outs, full, a_scale = run_gather(call, here, plan)
+        memory.append((outs, call))
+        for out, wanted in zip(outs, expected_products(call, full, a_scale), strict=True):
+            assert torch.equal(out.reshape(wanted.shape), wanted)
+        assert here.memory.launched == (number if implementation == "direct" else 0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"bias": True}, {**ROWWISE}, {"factors": (0.5,)}, {"ks": (512, 256)}, {"added": True}], ids=str
+)
+@pytest.mark.parametrize("implementation", ["direct", "decomposed"])
+def test_batch_invariant_scatter(options: dict[str, Any], implementation: str, here: Machine) -> None:
+    call = replace(scatter_call(**{"rows": (1040,), "ks": (512,), "n": 512, **options}), accord=INVARIANT)
+    plan, memory = scatter_plan(call, here, implementation), []
+    for number in range(4):
+        scales = {"a_scales": list(map(again, call.a_scales)), "b_scales": list(map(again, call.b_scales))}
+        call = replace(call, b_parts=list(map(again, call.b_parts)), **scales)
+        out, wanted, mine = run_scatter(call, here, plan)
+        memory.append((out, mine, call))
+        assert torch.equal(out, wanted)
+        assert here.memory.launched == (0 if plan.graph is None else number)
+    assert (plan.graph is None) == (implementation == "decomposed" or not options.keys().isdisjoint({"ks", "added"}))
 
 
 @pytest.mark.parametrize(

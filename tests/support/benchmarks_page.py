@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,9 +119,8 @@ FEW_SUMS = Run("2×H200", "2.11", "27a1eb3", DAY_2, ("all-reduce.txt",), SUMS)
 MANY_SUMS = Run("4×H100", "2.11", "482ac61", "2026-11-27-h100x4", ("all-reduce-shared.txt",), SUMS)
 GEMM = Run("1×H100", "2.11", "01f3971", "2026-11-25-h100x1", ("gemm.jsonl",), "python tests/gpu/gemm.py")
 FEW_ROWS = Run(
-    "1×H200", "2.11", "after b64fdb1", "2026-11-29-h200x1", ("few-rows.jsonl",), "python tests/gpu/few_rows.py"
+    "1×H200", "2.11", "after 36ed580", "2026-11-29-h200x1", ("invariant.jsonl",), "python tests/gpu/few_rows.py"
 )
-MEMORY = 4.3e6  # bytes a microsecond, as `tests/gpu/few_rows.py` has it
 HOST = Run(
     "2 ranks on 1×H200", "2.11", "after 93187e5", "2026-11-29-h200x1", ("host.jsonl",),
     "torchrun --nproc_per_node=2 tests/gpu/host.py",
@@ -408,20 +407,14 @@ def gemm() -> str:
 
 def few_rows() -> str:
     """cuBLAS's time over ours, by kind and rows: mean and least; and the time of reading the weights over ours."""
-    found: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    found: dict[str, dict[int, Mapping[str, float]]] = {}
     for line in FEW_ROWS.lines():
-        if "case" in line:
-            kind, rows, _, k, _, n = line["case"].split()
-            read = int(k) * int(n) * (2 if kind == "bf16" else 1) / MEMORY
-            pair = (line["cublas"] / line["ours"], read / line["ours"])
-            found.setdefault(kind, {}).setdefault(int(rows), []).append(pair)
+        found.setdefault(line["kind"], {})[line["rows"]] = line
     rows = sorted({m for by_rows in found.values() for m in by_rows})
-    mean = statistics.geometric_mean
     lines = []
     for kind, by_rows in found.items():
-        ratios, read = ([[pair[i] for pair in by_rows[m]] for m in rows] for i in (0, 1))
-        lines.append([KINDS[kind], *(f"{mean(each):.2f} ({min(each):.2f})" for each in ratios)])
-        lines.append([f"{KINDS[kind]}, of memory", *(f"{mean(each):.2f} ({min(each):.2f})" for each in read)])
+        lines.append([KINDS[kind], *(f"{by_rows[m]['mean']:.2f} ({by_rows[m]['least']:.2f})" for m in rows)])
+        lines.append([f"{KINDS[kind]}, of memory", *(f"{by_rows[m]['bound']:.2f}" for m in rows)])
     return heads(FEW_ROWS) + table(["M", *map(str, rows)], lines)
 
 

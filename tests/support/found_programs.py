@@ -536,7 +536,7 @@ def printed_in_a_loop_over_layers(x: Tensor, w: Tensor) -> Tensor:
 @found(
     "F F",
     "PyTorch",
-    says="batch_invariant is on",
+    says="promise of the kernels for GPUs",
     config={"batch_invariant": True},
     x=[8, 16],
     up=[16, 8],

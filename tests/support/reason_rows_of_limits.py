@@ -328,6 +328,48 @@ def recipe_of_128x128_and_1x128(b: GraphBuilder) -> Node:
     return scaled_v2(b, ([5], [4]), [])
 
 
+def on_gpu(b: GraphBuilder, columns: int, dtype: torch.dtype = torch.bfloat16) -> Node:
+    """`a @ w`, `[16, columns]`, of a gathered operand."""
+    x, w = b.input("x", [4, 64], dtype, device="cuda"), b.input("w", [64, columns], dtype, device="cuda")
+    return b.mm(b.gather(x), w)
+
+
+@row("NOT_BATCH_INVARIANT", "mm: fp32 operands", invariant="batch")
+def rows_in_fp32_that_keep_their_bits(b: GraphBuilder) -> Node:
+    return on_gpu(b, 64, torch.float32)
+
+
+@row("NOT_BATCH_INVARIANT", "a B of strides (60, 1)", invariant="batch")
+def rows_of_120_bytes_that_keep_their_bits(b: GraphBuilder) -> Node:
+    return on_gpu(b, 60)
+
+
+@row("NOT_BATCH_INVARIANT", "12 ranks", ranks=12, invariant="batch")
+def rows_of_many_ranks_that_keep_their_bits(b: GraphBuilder) -> Node:
+    return on_gpu(b, 64)
+
+
+@row("NOT_BATCH_INVARIANT", "int8 operands", invariant="batch")
+def rows_in_int8_that_keep_their_bits(b: GraphBuilder) -> Node:
+    x, w = b.input("x", [4, 64], torch.int8, device="cuda"), b.input("w", [64, 64], torch.int8, device="cuda")
+    return b.call(aten._int_mm.default, b.gather(x), w)
+
+
+@row("NOT_BATCH_INVARIANT", "scales of blocks", invariant="batch")
+def rows_with_scales_of_blocks_that_keep_their_bits(b: GraphBuilder) -> Node:
+    x = b.gather(b.input("x", [4, 256], FP8, device="cuda"))
+    w = b.input("w", [256, 256], FP8, column_major=True, device="cuda")
+    return b.scaled_mm(x, w, b.input("a_scale", [16, 2], device="cuda"), b.input("b_scale", [2, 256], device="cuda"))
+
+
+@row("NOT_BATCH_INVARIANT", "does not add up any number of rows of bf16[140000000, 8]", invariant="batch")
+def huge_sum_that_keeps_its_bits(b: GraphBuilder) -> Node:
+    a, w = (
+        b.input(name, sizes, torch.bfloat16, device="cuda") for name, sizes in (("a", [140000000, 8]), ("w", [8, 8]))
+    )
+    return b.all_reduce(b.mm(a, w))
+
+
 @row("SCALES_UNSUPPORTED", "BlockWise128x128 x BlockWise128x128")
 def recipe_that_torch_has_not(b: GraphBuilder) -> Node:
     return scaled_v2(b, ([5], [5]), [])

@@ -241,3 +241,18 @@ def large_gather_of_rows_on_a_gpu(b: GraphBuilder) -> Node:
 @mends(limits.large_scatter_of_columns_on_a_gpu, differs="it is too large")
 def large_scatter_of_rows_on_a_gpu(b: GraphBuilder) -> Node:
     return b.scatter(b.mm(b.input("a", [4096, 64], device="cuda"), b.input("w", [64, 8192], device="cuda")))
+
+
+# --- bits ------------------------------------------------------------------------------------------------------
+@mends(limits.rows_in_fp32_that_keep_their_bits, differs="it is bfloat16")
+def rows_in_16_bits_that_keep_their_bits(b: GraphBuilder) -> Node:
+    return limits.on_gpu(b, 64)
+
+
+@mends(limits.rows_of_120_bytes_that_keep_their_bits, differs="it has other columns")
+def rows_of_128_bytes_that_keep_their_bits(b: GraphBuilder) -> Node:
+    return limits.on_gpu(b, 64)
+
+
+mends(limits.rows_in_int8_that_keep_their_bits, config={"invariant": "off"})(limits.rows_in_int8_that_keep_their_bits)
+mends(limits.huge_sum_that_keeps_its_bits, config={"invariant": "off"})(limits.huge_sum_that_keeps_its_bits)

@@ -29,6 +29,7 @@ OTHERS: dict[str, Any] = {
     "deviate": False,
     "direct": False,
     "rematerialize": "always",
+    "invariant": "batch",
 }
 
 BAD = [
@@ -54,6 +55,7 @@ BAD = [
     ("skip", "hoist,bucket", "names of steps"),
     ("rematerialize", "some", "one of ('auto', 'always', 'never')"),
     ("rematerialize", False, "one of ('auto', 'always', 'never')"),
+    ("invariant", "rows", "one of ('off', 'batch')"),
     ("deviate", "never", "True or False"),
     ("direct", 1, "True or False"),
     ("log", 1, "True or False"),
@@ -84,6 +86,7 @@ BAD_VARIABLES = [
     ("ASYNCTP_LOG", "maybe", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
     ("ASYNCTP_TRACE", "2", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
     ("ASYNCTP_REMATERIALIZE", "1", "one of ('auto', 'always', 'never')"),
+    ("ASYNCTP_INVARIANT", "1", "one of ('off', 'batch')"),
     ("ASYNCTP_GROUPS", " , ", '"auto" or at least one group'),
     ("ASYNCTP_SKIP", "overlaps", "did you mean 'overlap'?"),
     ("ASYNCTP_DEVIATE", "never", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
@@ -103,6 +106,7 @@ GOOD_VARIABLES = [
     ("ASYNCTP_SKIP", " hoist , bucket,", "skip", ("bucket", "hoist")),
     ("ASYNCTP_SKIP", "", "skip", ()),
     ("ASYNCTP_REMATERIALIZE", "always", "rematerialize", "always"),
+    ("ASYNCTP_INVARIANT", "batch", "invariant", "batch"),
     ("ASYNCTP_DEVIATE", "0", "deviate", False),
     ("ASYNCTP_DIRECT", "0", "direct", False),
     ("ASYNCTP_LOG", "OFF", "log", False),
@@ -298,5 +302,5 @@ def test_every_field_is_a_sink_or_changes_the_digest() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     """It is part of the key of caches on disk."""
-    assert Config().digest() == "cd1c2f9080f14059"
+    assert Config().digest() == "de9cb682948c5d98"
     assert Config(groups=["b", "a"], strict="all").digest() == Config(groups=("a", "b"), strict="all").digest()

@@ -18,7 +18,7 @@ from asynctp_kernels.cuda.calls import run_gather, run_reduce
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.choose.select import forced
-from asynctp_kernels.cuda.explanation import choice_for, explain, problem_of
+from asynctp_kernels.cuda.explanation import choice_for, explain, problem_of, variant_reason
 from asynctp_kernels.cuda.groups import is_awaited, last_implementation, leave, memory_outlook, release, shared_bytes
 from asynctp_kernels.cuda.moves import Mover, run_bulk_all_reduce, run_bulk_gather, run_bulk_scatter
 from asynctp_kernels.cuda.plans.collectives import all_gather
@@ -44,6 +44,7 @@ __all__ = [
     "run_gather",
     "run_reduce",
     "shared_bytes",
+    "variant_reason",
 ]
 
 #: programs import them by these names

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.choose.wire import INVARIANT
 from asynctp_kernels.cuda.explanation import choice_for
 from asynctp_kernels.cuda.facts import as_rows, facts_of, flat, nonunit
 from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
@@ -53,6 +54,7 @@ def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
     group = call.group_name if not isinstance(call.group_name, str) else group_resolver()(call.group_name)
     memory = memory_for(group, call.a_shard.device)
     if memory is None:
+        refuse_variant(call, group.size())
         made[call.op, "sequential"] += 1
         check(call)
         return program(call, Mover(group, call.kept_by_all, call.accord))
@@ -81,6 +83,7 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
     group = call.group_name if not isinstance(call.group_name, str) else group_resolver()(call.group_name)
     memory = memory_for(group, call.a_parts[0].device)
     if memory is None:
+        refuse_variant(call, group.size())
         made[call.op, "sequential"] += 1
         check(call)
         return program(call, Mover(group, accord=call.accord))
@@ -99,6 +102,19 @@ def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
         sums = plan.run(*operands)
     a = call.a_parts[0]
     return sums.view(*a.shape[:-1], sums.shape[-1]) if call.scatter_dim is None and a.ndim != 2 else sums
+
+
+def refuse_variant(call: Any, world: int) -> None:
+    """Refuse a batch-invariant call of a group that has no memory: its own program would run.
+
+    Raises:
+        RuntimeError: It is one.
+    """
+    if call.accord & INVARIANT and not facts_of(call, world).is_empty:
+        raise RuntimeError(
+            f"asynctp: nothing can run this call as a batch-invariant one: its group of {world} ranks has no memory "
+            f"that they share (a warning says why). {select.VARIANT_REMEDY}"
+        )
 
 
 # --- what a plan is found by, and run with ---------------------------------------------------------------------------

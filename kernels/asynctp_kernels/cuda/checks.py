@@ -19,6 +19,7 @@ from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS
 
 WORLD_SIZES = range(2, 9)
 NOT_IN_BLOCKS = "scales of blocks of the contraction: the GEMM scales a sum once, at its end"
+NCCL_ORDER = "a batch-invariant call: NCCL adds up in an order that depends on sizes"
 NOT_IN_CUBLAS = "scales, bias, strides or result type that cuBLAS does not take in one scaled matmul"
 
 
@@ -105,8 +106,13 @@ def scale_can_be_gathered(call: GatherFacts) -> str | None:
     return None
 
 
-def cublas_takes_gathered(call: GatherFacts) -> str | None:
-    """cuBLAS makes each result in one call."""
+def matmul_takes_gathered(call: GatherFacts) -> str | None:
+    """cuBLAS makes each result in one call; of a batch-invariant call, kernels of ours make all results."""
+    if call.invariant:
+        lists = (call.bs, call.b_scales, call.biases)
+        return gathered_scaled_at_end(call) or refused_gemm(
+            call.a_shard, *lists, call.matmul_dtype, [call.layout.full_cols]
+        )
     if call.a_scale is None:
         return None
     for b, b_scale, bias, recipe in zip(call.bs, call.b_scales, call.biases, call.recipes, strict=True):
@@ -160,8 +166,11 @@ def parts_in_cublas_blocks(call: ReduceFacts) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def cublas_takes_scattered(call: ReduceFacts) -> str | None:
-    """cuBLAS makes each summand in one call."""
+def matmul_takes_scattered(call: ReduceFacts) -> str | None:
+    """cuBLAS makes each summand in one call; of a batch-invariant call, kernels of ours make each."""
+    if call.invariant:
+        reasons = (_refused_summand(call, i) for i in range(len(call.b_parts)))
+        return scattered_scaled_at_end(call) or next((reason for reason in reasons if reason is not None), None)
     if not call.a_scales:
         return None
     parts = (call.a_parts, call.b_parts, call.a_scales, call.b_scales, call.biases, call.recipes)
@@ -169,6 +178,24 @@ def cublas_takes_scattered(call: ReduceFacts) -> str | None:
         if not scaled_matmul_supported(a, b, a_scale, b_scale, bias, call.matmul_dtype, False, recipe is not None):
             return NOT_IN_CUBLAS
     return None
+
+
+def _refused_summand(call: ReduceFacts, i: int) -> str | None:
+    one = slice(i, i + 1)
+    lists = (call.b_parts[one], call.b_scales[one], call.biases[one])
+    return refused_gemm(call.a_parts[i], *lists, call.matmul_dtype, [call.b_parts[i].shape[0]])
+
+
+def sums_in_rank_order(call: Facts) -> str | None:
+    """The order in which ranks' parts are added up is of no matter, as that of NCCL is."""
+    return NCCL_ORDER if call.invariant and not call.is_empty else None
+
+
+def program_may_multiply(call: Facts) -> str | None:
+    """PyTorch may make the matmuls, which cuts K by the number of rows; or kernels of ours can (`Mover.multiply`)."""
+    if not call.invariant or call.is_empty:
+        return None
+    return matmul_takes_gathered(call) if isinstance(call, GatherFacts) else matmul_takes_scattered(call)
 
 
 def rows_of_a_contiguous(call: ReduceFacts) -> str | None:
@@ -200,8 +227,12 @@ def gemm_takes_scattered(call: ReduceFacts) -> str | None:
 
 
 def rounded_once(call: ReduceFacts) -> str | None:
-    """Matmuls of a sum are not rounded before they are added in another dtype."""
-    if len(call.b_parts) == 1 or call.wire_dtype == call.matmul_dtype:
+    """Matmuls of a sum are not rounded before they are added: in another dtype, or as all implementations do."""
+    if len(call.b_parts) == 1:
+        return None
+    if call.invariant:
+        return f"several matmuls, each rounded to {call.matmul_dtype} before they are added in a batch-invariant call"
+    if call.wire_dtype == call.matmul_dtype:
         return None
     return f"several matmuls, each rounded to {call.matmul_dtype} before they are added in {call.wire_dtype}"
 

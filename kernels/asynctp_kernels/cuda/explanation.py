@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from asynctp_kernels.cuda.checks import refusals
+import torch
+from torch import Tensor
+
+from asynctp_kernels.cuda.checks import group_refused, refusals
 from asynctp_kernels.cuda.choose.select import Choice, Problem, choose
 from asynctp_kernels.cuda.choose.tables import Table
 from asynctp_kernels.cuda.facts import Facts, GatherFacts, ReduceFacts, facts_of
+from asynctp_kernels.cuda.gemm.gemm import refused_dtypes, refused_gpu, refused_layouts
 from asynctp_kernels.cuda.implementations import ENTRIES
 from asynctp_kernels.cuda.runtime.machine import driver, others_beside
 
@@ -32,6 +37,33 @@ def choice_for(call: Facts, table: Table | None = None) -> Choice:
     _, sms, name = driver.machine(call.device_index)
     entries = ENTRIES[call.kind]
     return choose(problem_for(call), entries, refusals(entries, call), sms, name, table, others_beside(call.world))
+
+
+def variant_reason(
+    a: Tensor,
+    bs: Sequence[Tensor],
+    b_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    out_dtype: torch.dtype,
+    world: int,
+) -> str | None:
+    """Why no kernel gives a row of `a @ b`, for each B, the same bits however many rows there are; None where one does.
+
+    Args:
+        a: [*, K]; of it the device and the dtype count. No tensor needs memory.
+        bs: [K, N] each.
+        b_scales: One number for each B, or one for each column; none without scales.
+        biases: For each B one, or None.
+        out_dtype: Of the results.
+        world: Ranks of the group; 0 where they are not known.
+    """
+    if (
+        reason := (group_refused(world) if world else None) or refused_dtypes(a.dtype, bool(b_scales), out_dtype)
+    ) is not None:
+        return reason
+    asks = driver.IN_ORDER or torch.cuda.is_available()  # else the program is compiled for another machine
+    refused = refused_gpu(a.device.index) if asks else None
+    return refused or refused_layouts(a.itemsize, bs, b_scales, biases, out_dtype, [bs[0].shape[0]])
 
 
 def problem_for(call: Facts) -> Problem:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose.wire import Wire
+from asynctp_kernels.cuda.choose.wire import INVARIANT, Wire
 from asynctp_kernels.cuda.gemm.cublas import Recipe, Scaling, block_recipe
 from asynctp_kernels.shard_layout import ShardLayout, gather_layout, scatter_layout
 
@@ -70,6 +70,11 @@ class GatherFacts:
     def op(self) -> str:
         """Its name, for messages; a call without a matmul is in flight."""
         return "all_gather_matmul" if self.bs else "all_gather"
+
+    @property
+    def invariant(self) -> bool:
+        """A row's bits depend on nothing but the row, the Bs and the number of ranks."""
+        return bool(self.accord & INVARIANT)
 
     @property
     def kept_by_all(self) -> bool:
@@ -196,6 +201,11 @@ class ReduceFacts:
     def op(self) -> str:
         """Its name, for messages."""
         return "matmul_all_reduce" if self.scatter_dim is None else "matmul_reduce_scatter"
+
+    @property
+    def invariant(self) -> bool:
+        """As of a gather."""
+        return bool(self.accord & INVARIANT)
 
     @property
     def dim(self) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from asynctp_kernels.cuda.choose import select
-from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN
+from asynctp_kernels.cuda.choose.wire import DIRECT, INVARIANT, PLAIN
 from asynctp_kernels.cuda.facts import ReduceFacts
+from asynctp_kernels.cuda.gemm.own_matmul import own_matmul
 from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
 from asynctp_kernels.cuda.plan_cache import MISSING, keys_of, store_plan
 from asynctp_kernels.cuda.plans.collectives import (
@@ -26,6 +28,7 @@ from asynctp_kernels.cuda.plans.collectives import (
     scatter_facts,
 )
 from asynctp_kernels.cuda.plans.direct import DirectGather
+from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.torch_private import register_wait
@@ -48,6 +51,30 @@ class Mover:
 
     def __init__(self, group: ProcessGroup, kept_by_all: bool = False, accord: int = 0) -> None:
         self.group, self.world, self.kept_by_all, self.accord = group, group.size(), kept_by_all, accord
+
+    @property
+    def invariant(self) -> bool:
+        """The matmuls are to be made by `multiply`."""
+        return bool(self.accord & INVARIANT)
+
+    def multiply(
+        self, a: Tensor, b: Tensor, bias: Tensor | None, scales: Sequence[Tensor], out_dtype: torch.dtype, fast: bool
+    ) -> Tensor:
+        """`a @ b` of matrices, as every implementation makes it for a batch-invariant call.
+
+        scales: Of A and of B; none without. fast: fp8 sums may be.
+        """
+        memory, index = memory_for(self.group, a.device), a.device.index
+        assert memory is not None, "`refuse_variant` lets no other through"
+        of_a, *of_b = dense(scales) or [None]
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+        tensors = (aligned(a), [aligned_columns(b)], [out], of_a, of_b, dense([bias]))
+        key = ("multiplied", out_dtype, fast, *keys_of(a, b, bias, *scales))
+        kernel: Any = memory.plans.get(key)
+        if kernel is None:
+            kernel = store_plan(memory, key, own_matmul(*tensors, fast=fast))
+        kernel(driver.current_stream(index), *tensors)
+        return out
 
     def gather(self, shard: Tensor, row_numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
         """All ranks' shards, and float32 numbers, one after the other: [world, *shape] each."""

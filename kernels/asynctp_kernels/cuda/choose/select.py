@@ -27,6 +27,8 @@ from asynctp_kernels.signals import IS_INTERPRETED
 
 #: where no other can make a call's matmuls: the collective on the group's wire, PyTorch's matmuls
 WHOLE = "whole"
+#: of a call whose rows are to keep their bits
+VARIANT_REMEDY = 'Leave its group out by Config(groups=...), or set invariant="off"'
 VARIABLE = "ASYNCTP_CUDA_IMPLEMENTATION"
 TABLE_VARIABLE = "ASYNCTP_TUNING_TABLE"
 _SHIPPED = Path(__file__).with_name("measured.json")
@@ -89,7 +91,7 @@ def choose(
     beside: Kernels of other groups may run beside it.
 
     Raises:
-        RuntimeError: the requested implementation cannot run it; the message says why.
+        RuntimeError: the requested implementation cannot run it, or none can; the message says why.
     """
     rates = Rates()
     settings: dict[str, Any] = {"chunks": chunks_for(problem, rates), "tiles": fused_tiles(problem, sms, rates)}
@@ -102,6 +104,8 @@ def choose(
             raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {refused[wanted]}")
         return Choice(wanted, "forced", {}, refused, **settings)
     able = {each.name: each for each in entries if each.estimate is not None and each.name not in refused}
+    if not able and (reason := refused.get(WHOLE)) is not None:
+        raise RuntimeError(f"asynctp: nothing can run this call as a batch-invariant one: {reason}. {VARIANT_REMEDY}")
     if not able:
         return Choice(WHOLE, "only one that can", {}, refused, **settings)
     if IS_INTERPRETED:  # nothing is fast: what has most to show

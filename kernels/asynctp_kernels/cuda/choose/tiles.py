@@ -5,11 +5,13 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 import torch
 
 MAX_CHUNKS = 4  # of what one rank sends to another
 MAX_OWN = 16  # of a scatter's own rows
+IMPRECISE = 128  # terms that fp8's precise sums leave to the tensor core's own, in every tile
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def tiles_for(
     block_k = 128 if fp8 else 64
     if fp8 and (precise_sums or several):
         block_k, stages = (256, 3) if out_itemsize == 2 else (128, 4)
-        bound, registers = 128 if precise_sums else None, 224 if several else 200
+        bound, registers = IMPRECISE if precise_sums else None, 224 if several else 200
         return Tiles(128, 128, block_k, warps=8, stages=stages, imprecise=bound, registers=registers)
     large = waves(rows, columns, 128, 256, programs)
     small = waves(rows, columns, 128, 128, programs)
@@ -144,6 +146,34 @@ class FewRowsTiles:
 _DEEP, _MIDDLE, _SHALLOW = 512, 256, 128
 
 
+class _High(NamedTuple):
+    """Tiles of 64 rows, and what a wave of them takes: for each 1000 of K, and besides; and what a call takes besides.
+
+    In microseconds, of 16 bits. Source: `docs/results/2026-11-29-h200x1/invariant-tiles.jsonl`.
+    """
+
+    columns: int
+    depth: int
+    stages: int
+    long: float
+    wave: float
+    call: float
+
+    def time(self, rows: int, columns: int, k: float, programs: int) -> float:
+        return waves(rows, columns, 64, self.columns, programs) * (self.long * k / 1000 + self.wave) + self.call
+
+    def of(self, itemsize: int) -> FewRowsTiles:
+        return FewRowsTiles(64, self.columns, self.depth // itemsize, stages=self.stages)
+
+
+_MEAN = 4000  # a K, to choose one of them by
+_HIGH = (
+    _High(64, _MIDDLE, 6, 2.4, 1.4, 1.0), _High(128, _SHALLOW, 8, 3.1, 1.9, 1.4), _High(256, _SHALLOW, 5, 5.1, 2.4, 1.3)
+)  # fmt: skip
+#: the same of the GEMM of `fused`, a wave's of tiles of 128 x 128
+_GEMM_LONG, _GEMM_WAVE, _GEMM_CALL = 5.1, 1.6, 2.7
+
+
 def few_rows_tiles(itemsize: int, rows: int, columns: int, programs: int) -> FewRowsTiles:
     """The tiles of a matmul of few rows. columns: Of all Bs. programs: SMs.
 
@@ -161,13 +191,9 @@ def few_rows_tiles(itemsize: int, rows: int, columns: int, programs: int) -> Few
         return FewRowsTiles(32, 64, depth // itemsize, stages=4, swapped=True)
     if -(-rows // 32) * narrow <= programs:
         return FewRowsTiles(32, 64, _MIDDLE // itemsize, stages=8, swapped=True)
-    high = -(-rows // 64)
-    for block_n, depth, stages in ((64, _MIDDLE, 6), (128, _SHALLOW, 8), (256, _SHALLOW, 5)):
-        if high * -(-columns // block_n) <= programs:
-            return FewRowsTiles(64, block_n, depth // itemsize, stages=stages)
-    if rows <= 64:
-        return FewRowsTiles(64, 128, _SHALLOW // itemsize, stages=8)
-    return FewRowsTiles(256, 128, _SHALLOW // itemsize, stages=4, warps=8, swapped=True)
+    if rows <= 64 and -(-columns // 256) > programs:
+        return _HIGH[1].of(itemsize)
+    return min(_HIGH, key=lambda each: each.time(rows, columns, _MEAN, programs)).of(itemsize)
 
 
 def few_rows_is_faster(rows: int, depth: int, columns: int, itemsize: int, by_rows: bool) -> bool:
@@ -179,6 +205,13 @@ def few_rows_is_faster(rows: int, depth: int, columns: int, itemsize: int, by_ro
     if by_rows:
         return rows <= 128
     return rows <= 64 and depth * itemsize <= (5 if rows <= 8 else 8) * columns
+
+
+def few_rows_before(gemm: Tiles, itemsize: int, rows: int, columns: int, k: int, programs: int) -> bool:
+    """Whether such tiles are faster than those of the GEMM of `fused`, where cuBLAS is not to make a matmul."""
+    count, long = waves(rows, columns, gemm.block_m, gemm.block_n, programs), k * itemsize / 2
+    of_gemm = count * (gemm.block_n / 128 * _GEMM_LONG * long / 1000 + _GEMM_WAVE) + _GEMM_CALL
+    return rows <= 64 or min(each.time(rows, columns, long, programs) for each in _HIGH) < of_gemm
 
 
 #: in the interpreter: small, as `INTERPRETED_TILES`

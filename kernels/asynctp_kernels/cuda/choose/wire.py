@@ -49,6 +49,8 @@ EXTREMES = ("max", "min")
 #: bytes of an all-reduce of these up to which it is `direct`, and up to which the pass makes one all-reduce of several
 #: (`planning.bucketing`)
 EXTREME_BYTES = 256 << 10
+#: of an accord: the matmuls of the call's graph are batch-invariant, on all ranks
+INVARIANT = 1 << 31
 #: what both torch's NCCL and torch's elementwise ops find the larger of
 EXTREME_DTYPES = (
     *SUMMED_DTYPES, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
@@ -70,7 +72,8 @@ class Wire:
         number_bytes: Of the float32 numbers that travel with a shard.
         kept_by_all: Of a gather that every rank keeps.
         skipped: Calls of the group that this rank has left out, since they ended with an error.
-        accord: What all ranks have agreed that the call's graph does otherwise than its program; 0: nothing.
+        accord: What all ranks have agreed that the call's graph does otherwise than its program, and `INVARIANT`; 0:
+            nothing.
     """
 
     kind: str
@@ -131,8 +134,14 @@ class Wire:
         numbers = f" and {self.number_bytes} bytes of scales" if self.number_bytes else ""
         kept = ", kept by every rank" if self.kept_by_all else ""
         skipped = f", after {self.skipped} calls that ended with an error there" if self.skipped else ""
-        accord = f", of accord {self.accord}" if self.accord else ""
-        return f"{self.kind} ({self.bytes} bytes a rank{kind}{numbers}{kept}{skipped}{accord})"
+        accord = f", of accord {self.agreed}" if self.agreed else ""
+        invariant = ", batch-invariant" if self.accord & INVARIANT else ""
+        return f"{self.kind} ({self.bytes} bytes a rank{kind}{numbers}{kept}{skipped}{accord}{invariant})"
+
+    @property
+    def agreed(self) -> int:
+        """The accord without `INVARIANT`."""
+        return self.accord & ~INVARIANT
 
     def signature(self, transport: str) -> int:
         """A positive int32: of a direct call below `DIRECT_SIGNATURES`, of a pushed one above."""

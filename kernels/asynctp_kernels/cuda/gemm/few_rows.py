@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose.tiles import INTERPRETED_FEW_ROWS, few_rows_is_faster, few_rows_tiles
+from asynctp_kernels.cuda.choose.tiles import IMPRECISE, INTERPRETED_FEW_ROWS, few_rows_is_faster, few_rows_tiles
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS
 from asynctp_kernels.cuda.gemm.few_rows_kernels import few_rows_kernel
 from asynctp_kernels.cuda.gemm.gemm import TRITON_DTYPES, b_descriptor, k_major, refused_gemm, scale_mode
@@ -32,8 +32,12 @@ class FewRows:
         b_scales: Sequence[Tensor],
         biases: Sequence[Tensor | None],
         factor: float = 1.0,
+        fast: bool = True,
     ) -> None:
-        """Examples of the tensors of a call: a [M, K], bs [K, N], outs [M, N] contiguous at multiples of 16 bytes."""
+        """Examples of the tensors of a call: a [M, K], bs [K, N], outs [M, N] contiguous at multiples of 16 bytes.
+
+        fast: fp8 sums may be.
+        """
         a, bs, b_scales, biases = aligned(a), [aligned_columns(b) for b in bs], dense(b_scales), dense(biases)
         (m, k), widths, out_dtype = a.shape, [b.shape[1] for b in bs], outs[0].dtype
         programs = driver.processors(a.device.index)
@@ -57,6 +61,7 @@ class FewRows:
             "BIAS": self.has_bias,
             "OUT": TRITON_DTYPES[out_dtype],
             "FACTOR": factor,
+            "IMPRECISE": None if fast or a.itemsize > 1 else IMPRECISE,
             "TOGETHER": 16 // out_dtype.itemsize,
             "SWAP": tiles.swapped,
             "BM": tiles.block_m,

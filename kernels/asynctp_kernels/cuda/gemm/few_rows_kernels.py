@@ -63,6 +63,7 @@ def few_rows_kernel(
     BIAS: tl.constexpr,
     OUT: tl.constexpr,
     FACTOR: tl.constexpr,
+    IMPRECISE: tl.constexpr,
     TOGETHER: tl.constexpr,
     SWAP: tl.constexpr,
     BM: tl.constexpr,
@@ -72,7 +73,7 @@ def few_rows_kernel(
     """a [m, k] by each of `COUNT` Bs, [n, k] or [k, n], into c [m, n]: scaled, biased, rounded to OUT, times FACTOR.
 
     A scale is absent (0), one element (1), or one per row or column (2). Rows of c begin at a multiple of `TOGETHER`
-    elements.
+    elements. `IMPRECISE` is as of `multiply`.
     """
     tiles_m = tl.cdiv(m, BM)
     tile = tl.program_id(0)
@@ -122,9 +123,9 @@ def few_rows_kernel(
         else:
             b_tile = b.load([at_k, col])
         if SWAP:
-            acc = multiply(b_tile if B_K_MAJOR else b_tile.T, a_tile, acc, True, None)
+            acc = multiply(b_tile if B_K_MAJOR else b_tile.T, a_tile, acc, True, IMPRECISE)
         else:
-            acc = multiply(a_tile, b_tile, acc, B_K_MAJOR, None)
+            acc = multiply(a_tile, b_tile, acc, B_K_MAJOR, IMPRECISE)
     if SWAP:
         acc = acc.T
     rows = row + tl.arange(0, BM)

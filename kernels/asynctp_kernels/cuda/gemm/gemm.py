@@ -159,7 +159,7 @@ def _give_up(fault: str) -> None:
     )
 
 
-def _refused_dtypes(operands: torch.dtype, scaled: bool, result: torch.dtype) -> str | None:
+def refused_dtypes(operands: torch.dtype, scaled: bool, result: torch.dtype) -> str | None:
     """Why the GEMM, which sums in fp32 and scales before it rounds, does not take operands of a dtype."""
     if operands == torch.int8:
         return "int8 operands: the GEMM sums in fp32, and not in int32"
@@ -179,17 +179,32 @@ def refused_gemm(
     depths: Sequence[int],
 ) -> str | None:
     """Why the persistent TMA GEMM cannot run this."""
-    if (reason := _refused_dtypes(a.dtype, bool(b_scales), out_dtype)) is not None:
+    if (reason := refused_dtypes(a.dtype, bool(b_scales), out_dtype)) is not None:
         return reason
-    if driver.machine(a.device.index)[0][0] != 9:
-        return NOT_TUNED
+    return refused_gpu(a.device.index) or refused_layouts(a.itemsize, bs, b_scales, biases, out_dtype, depths)
+
+
+def refused_gpu(index: int) -> str | None:
+    """Why it cannot run on this GPU."""
+    return None if driver.machine(index)[0][0] == 9 else NOT_TUNED
+
+
+def refused_layouts(
+    itemsize: int,
+    bs: Sequence[Tensor],
+    b_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    out_dtype: torch.dtype,
+    depths: Sequence[int],
+) -> str | None:
+    """Why it cannot run with right operands that lie so, for an A with elements of `itemsize` bytes."""
     if len(bs) > MAX_OPERANDS:
         return f"{len(bs)} matmuls, more than {MAX_OPERANDS}"
     if len({k_major(b) for b in bs}) != 1:
         return "Bs of both memory orders"
     if any(b.dtype != bs[0].dtype for b in bs):
         return "Bs of several dtypes"
-    fp8 = a.itemsize == 1
+    fp8 = itemsize == 1
     for b in bs:
         pitch = b.stride(1) if k_major(b) else b.stride(0)
         if (b.stride(0) != 1 and b.stride(1) != 1) or pitch * b.itemsize % 16:
@@ -200,7 +215,7 @@ def refused_gemm(
             return "an fp8 B whose columns are contiguous: the tensor cores need K contiguous"
         if b.shape[1] * out_dtype.itemsize % 16:
             return f"{b.shape[1]} columns: TMA needs rows of a multiple of 16 bytes"
-    if any(k * a.itemsize % 16 for k in depths):
+    if any(k * itemsize % 16 for k in depths):
         return "an A whose rows are not multiples of 16 bytes"
     if len({bias is None for bias in biases}) != 1 or len({bias.dtype for bias in biases if bias is not None}) > 1:
         return "biases for some matmuls only, or of several dtypes"

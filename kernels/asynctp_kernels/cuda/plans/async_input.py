@@ -17,17 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, tiles_for
-from asynctp_kernels.cuda.gemm.arguments import GemmArguments, place, places
 from asynctp_kernels.cuda.gemm.cublas import matmul
-from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, refused_gemm
-from asynctp_kernels.cuda.runtime.launch import Tma, aligned_columns, describe, grid, outlines
+from asynctp_kernels.cuda.gemm.gemm import refused_gemm
+from asynctp_kernels.cuda.gemm.own_matmul import WholeGemm
+from asynctp_kernels.cuda.runtime.launch import aligned_columns
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.script import Wait
 from asynctp_kernels.errors import timeout_s
 from asynctp_kernels.signals import IS_INTERPRETED, POLL_PAUSE_S
 
-A, WORDS, PIVOT, VALUE = map(place, ("a0", "words", "rank", "value"))
 _INT32 = range(-(1 << 31), 1 << 31)
 
 
@@ -170,47 +168,7 @@ class _Shape:
     bs: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-class _Plan:
-    """The GEMM for tensors of one shape."""
-
-    def __init__(self, a: Tensor, bs: Sequence[Tensor], signals: Tensor, outs: Sequence[Tensor]) -> None:
-        (m, k), chunks, widths = a.shape, signals.numel(), [b.shape[1] for b in bs]
-        sms = driver.processors(a.device.index)
-        tiles = INTERPRETED_TILES if IS_INTERPRETED else tiles_for(a.dtype, False, m, sum(widths), k, sms)
-        q, pitch = m // chunks, a.stride(0)
-        rows, block = [1, tiles.block_m, tiles.block_k], tiles.stored
-        a_like = describe(a, [chunks, q, k], [q * pitch, pitch, 1], rows)
-        b_like = [b_descriptor(b, tiles) for b in bs]
-        c_like = [describe(out, [chunks, q, n], [q * n, n, 1], block) for out, n in zip(outs, widths, strict=True)]
-        self.unused = torch.zeros(4, dtype=torch.int32, device=a.device)
-        row_tiles = -(-q // tiles.block_m)
-        programs = grid(chunks * row_tiles * sum(-(-n // tiles.block_n) for n in widths), sms)
-        args = GemmArguments(
-            a=(a_like,), b=b_like, c=c_like, a_scale=(), b_scale=(), bias=(), words=signals, done_ptr=self.unused,
-            outer=1, inner=q, k=(k,), n=widths, rank=0, world=chunks, chunk_size=row_tiles, own_tiles=row_tiles,
-            value=1,
-        )  # fmt: skip
-        dummy = self.unused.view(torch.float32)
-        self.launch = prepare_gemm(
-            args.listed(dummy), programs, 1, tiles, bs, None, (0, 0), a.dtype, gathers=True, async_input=True
-        )
-        self.values = args.launched(self.unused.data_ptr())
-        self.of_bs, self.of_cs = places("b", len(bs)), places("c", len(bs))
-        self.a_like, self.b_like, self.c_like = Tma(a_like, 0), outlines(b_like), outlines(c_like)
-
-    def run(
-        self, stream: int, a: Tensor, bs: Sequence[Tensor], signals: Tensor, pivot: int, value: int,
-        outs: Sequence[Tensor],
-    ) -> None:  # fmt: skip
-        values = self.values.copy()
-        values[A] = Tma(self.a_like, a.data_ptr())
-        values[self.of_bs] = [Tma(like, b.data_ptr()) for like, b in zip(self.b_like, bs, strict=True)]
-        values[self.of_cs] = [Tma(like, out.data_ptr()) for like, out in zip(self.c_like, outs, strict=True)]
-        values[WORDS], values[PIVOT], values[VALUE] = signals.data_ptr(), pivot, value
-        self.launch(stream, values)
-
-
-_plans: dict[_Shape, _Plan] = {}
+_plans: dict[_Shape, WholeGemm] = {}
 MAX_PLANS = 256
 
 
@@ -226,8 +184,9 @@ def _one_kernel(
     if plan is None:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        plan = _plans[shape] = _Plan(a, bs, signals, outs)
+        plan = _plans[shape] = WholeGemm(a, bs, outs, chunks=signals.numel())
     if polls(a.device):  # the interpreter does one thing at a time
         for chunk in range(signals.numel()):
             _poll(signals, chunk, value)
-    plan.run(driver.current_stream(a.device.index), a, bs, signals, pivot, value, outs)
+    awaits = (signals.data_ptr(), pivot, value)
+    plan(driver.current_stream(a.device.index), a, bs, outs, awaits=awaits)

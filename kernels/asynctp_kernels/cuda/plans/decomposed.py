@@ -9,9 +9,9 @@ from torch import Tensor
 
 from asynctp_kernels.cuda.checks import (
     ANY,
-    cublas_takes_gathered,
-    cublas_takes_scattered,
     few_row_ranges,
+    matmul_takes_gathered,
+    matmul_takes_scattered,
     parts_in_cublas_blocks,
     range_in_cublas_blocks,
     rows_are_gathered,
@@ -26,6 +26,7 @@ from asynctp_kernels.cuda.choose.tiles import in_blocks
 from asynctp_kernels.cuda.choose.wire import PULL, PUSH
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts, part_rows
 from asynctp_kernels.cuda.gemm.cublas import ranges
+from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, own_matmul
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_event
@@ -46,7 +47,7 @@ class DecomposedGather(GatherPlan):
 
     name = "decomposed"
     transports = (PUSH, PULL)
-    refuses = (*ANY, rows_are_gathered, cublas_takes_gathered, few_row_ranges, range_in_cublas_blocks)
+    refuses = (*ANY, rows_are_gathered, matmul_takes_gathered, few_row_ranges, range_in_cublas_blocks)
     estimate = cost.enqueued(cost.decomposed)
     ahead = AHEAD
     transport: GatherTransport
@@ -60,6 +61,19 @@ class DecomposedGather(GatherPlan):
             self.transport = GatherPush(call, memory, min(call.outer, MAX_CHUNKS))
         super().__init__(call, memory, gathers_all=call.kept_by_all)
         self.reads_landed, self.waits_for_in_flight = self.transport.reads_landed, call.kept_by_all
+        if call.invariant:
+            self.kernel = self._kernel(call, call.layout.inner)
+
+    def _kernel(self, call: GatherFacts, rows: int) -> OwnMatmul:
+        """The kernel of all matmuls of a range of so many rows."""
+        a, a_scale = call.a_shard.new_empty((rows, call.layout.cols)), call.a_scale
+        if a_scale is not None and (self.scale_travels or a_scale.numel() > 1):
+            a_scale = a_scale.new_empty((rows, 1))
+        outs = [a.new_empty((rows, width), dtype=self.out_dtype) for width in self.widths]
+        return own_matmul(a, call.bs, outs, a_scale, call.b_scales, call.biases, fast=call.use_fast_accum)
+
+    def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
+        return super().with_kernel_layout(call) if self.kernel is None else self.with_gemm_layout(call)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         """Range by range."""
@@ -93,7 +107,7 @@ class DecomposedScatter(PushedScatter):
     name = "decomposed"
     transports = (PUSH, PULL)
     refuses: ClassVar[Sequence[Check]] = (
-        *ANY, rows_are_scattered, cublas_takes_scattered, few_row_ranges, rows_of_a_contiguous, range_in_cublas_blocks,
+        *ANY, rows_are_scattered, matmul_takes_scattered, few_row_ranges, rows_of_a_contiguous, range_in_cublas_blocks,
     )  # fmt: skip
     estimate: ClassVar[Estimate | None] = cost.enqueued(cost.decomposed)
     ahead = AHEAD
@@ -102,6 +116,8 @@ class DecomposedScatter(PushedScatter):
         blocks = in_blocks(call.outer, call.layout.inner)
         super().__init__(call, memory, blocks, blocks, tiles_n=0)
         self.extra_shape = (self.layout.inner, self.layout.cols)
+        if call.invariant:
+            self.kernels = self._kernels(call, {self.layout.inner})
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
         return [Await(self.memory.event(dst, chunk))]
@@ -128,7 +144,7 @@ class DecomposedScatter(PushedScatter):
 class DecomposedAllReduce(DecomposedScatter):
     """cuBLAS for the rows of each rank's part, the own one last; sums are shared. Parts need not be whole rows."""
 
-    refuses = (*ANY, rows_for_all, cublas_takes_scattered, rows_of_a_contiguous, parts_in_cublas_blocks)
+    refuses = (*ANY, rows_for_all, matmul_takes_scattered, rows_of_a_contiguous, parts_in_cublas_blocks)
     estimate = cost.enqueued(cost.then_shared(cost.decomposed))
     shares = in_place = True
 
@@ -137,6 +153,8 @@ class DecomposedAllReduce(DecomposedScatter):
         PushedScatter.__init__(self, call, memory, one, one, tiles_n=0, layout=call.parts)
         self.ranges = part_rows(call, memory.rank)
         self.extra_shape = (max(end - first for _, first, end in self.ranges), call.b_parts[0].shape[1])
+        if call.invariant:
+            self.kernels = self._kernels(call, {end - first for _, first, end in self.ranges} - {0})
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         memory = self.memory

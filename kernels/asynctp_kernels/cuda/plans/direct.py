@@ -1,6 +1,6 @@
 """`direct`: one kernel that moves all data, before or after the matmuls of the whole; nothing overlaps.
 
-These are cuBLAS's, or of few rows one kernel of ours (`FewRows`).
+These are cuBLAS's, or one kernel of ours: of few rows, and of batch-invariant calls.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ from torch import Tensor
 
 from asynctp_kernels.cuda.checks import (
     ANY,
-    cublas_takes_gathered,
-    cublas_takes_scattered,
-    gathered_scaled_at_end,
+    matmul_takes_gathered,
+    matmul_takes_scattered,
     scale_can_be_gathered,
-    scattered_scaled_at_end,
     whole_in_cublas_blocks,
 )
 from asynctp_kernels.cuda.choose import cost
 from asynctp_kernels.cuda.choose.wire import DIRECT, EXTREMES
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm.copy_kernels import push_all_reduce_kernel, push_gather_kernel, push_reduce_kernel
-from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
 from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors, ShardSizes
 from asynctp_kernels.cuda.plans.scatter import WholeScatter
@@ -54,7 +51,7 @@ class DirectGather(WholeGather):
 
     name = "direct"
     transports = (DIRECT,)
-    refuses = (*ANY, scale_can_be_gathered, cublas_takes_gathered, whole_in_cublas_blocks)
+    refuses = (*ANY, scale_can_be_gathered, matmul_takes_gathered, whole_in_cublas_blocks)
     estimate = cost.direct
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
@@ -90,23 +87,8 @@ class DirectGather(WholeGather):
         }
         self.launch = prepare(push_gather_kernel, programs, args, constants, WARPS)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
-        self.few_rows = self._few_rows(call, full)
-        if self.few_rows is not None:
-            self.fills_outs, self.graph = True, new_graph()
-
-    def _few_rows(self, call: GatherFacts, full: Tensor) -> FewRows | None:
-        """The kernel of all matmuls, where it takes them."""
-        rows, operands = call.rows, (call.bs, call.b_scales, call.biases)
-        if not call.bs or gathered_scaled_at_end(call) is not None:
-            return None
-        if not takes(full, rows, *operands, self.out_dtype, call.use_fast_accum):
-            return None
-        a, outs = full.view(rows, -1), [new().view(rows, -1) for new in self.new_outs]
-        a_scale = self.new_numbers() if self.scale_travels else call.a_scale
-        return FewRows(a, call.bs, outs, a_scale, call.b_scales, call.biases)
-
-    def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
-        return super().with_kernel_layout(call) if self.few_rows is None else self.with_gemm_layout(call)
+        if self.kernel is not None:
+            self.graph = new_graph()
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         dummy = self.memory.dummy
@@ -114,21 +96,19 @@ class DirectGather(WholeGather):
         assert call.full is not None
         pointers = [tensor.data_ptr() for tensor in (call.shard, own, call.full, whole)]
         self.launch(stream, [*pointers, *self.tail])
-        if self.few_rows is not None:
-            row_scale = call.all_row_numbers if self.scale_travels else call.a_scale
-            self.few_rows(stream, call.full, call.bs, call.outs, row_scale, call.b_scales, call.biases)
+        self.multiply_whole(stream, call)
 
 
 class _Direct(WholeScatter):
-    """Matmuls before one kernel of the whole, each of them by `FewRows` where that takes it."""
+    """Matmuls before one kernel of the whole."""
 
     launch: Launch
     tail: list[Any]
 
     def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory)
-        self.few_rows = [self._few_rows(call, i) for i in range(self.count)]
-        one = self.count == 1 and self.few_rows[0] is not None and not self.is_apart(0)
+        self.kernels = self._kernels(call, {call.rows})
+        one = self.count == 1 and bool(self.kernels[0]) and not self.is_apart(0)
         self.is_ours = one and call.added is None and self.times.whole == 1
         self.graph = new_graph() if self.is_ours else None
 
@@ -136,22 +116,11 @@ class _Direct(WholeScatter):
         return self.with_gemm_layout(call) if self.is_ours else call
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        if call.b_parts and (few_rows := self.few_rows[0]) is not None:
+        if call.b_parts and self.is_ours:
             a_scale = call.a_scales[0] if call.a_scales else None
-            few_rows(stream, call.a_parts[0], call.b_parts, [call.staging], a_scale, call.b_scales, call.biases)
+            (kernel,) = self.kernels[0].values()
+            kernel(stream, call.a_parts[0], call.b_parts, [call.staging], a_scale, call.b_scales, call.biases)
         self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])
-
-    def _few_rows(self, call: ReduceFacts, i: int) -> FewRows | None:
-        """The kernel of matmul number `i`, where it takes that."""
-        a, bs, biases = call.a_parts[i], call.b_parts[i : i + 1], call.biases[i : i + 1]
-        b_scales, out_dtype = call.b_scales[i : i + 1], self.matmul_dtype
-        if call.is_empty or scattered_scaled_at_end(call) is not None:
-            return None
-        if not takes(a, call.rows, bs, b_scales, biases, out_dtype, call.use_fast_accum):
-            return None
-        rows, out = a.reshape(call.rows, -1), a.new_empty((call.rows, bs[0].shape[1]), dtype=out_dtype)
-        a_scale = call.a_scales[i] if call.a_scales else None
-        return FewRows(rows, bs, [out], a_scale, b_scales, biases, self.factors[i][0])
 
 
 class DirectScatter(_Direct):
@@ -159,7 +128,7 @@ class DirectScatter(_Direct):
 
     name = "direct"
     transports = (DIRECT,)
-    refuses = (*ANY, cublas_takes_scattered, whole_in_cublas_blocks)
+    refuses = (*ANY, matmul_takes_scattered, whole_in_cublas_blocks)
     estimate = cost.direct
 
     def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:

@@ -23,10 +23,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from asynctp_kernels.cuda.checks import gathered_scaled_at_end
 from asynctp_kernels.cuda.choose.implementation import Implementation, Recipe
 from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.cublas import matmul
-from asynctp_kernels.cuda.gemm.few_rows import FewRows
+from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
+from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, own_matmul
 from asynctp_kernels.cuda.plans.gather_tensors import GatherOperands, GatherTensors
 from asynctp_kernels.cuda.runtime.edited import PlanGraph
 from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense, misaligned
@@ -40,6 +42,7 @@ class GatherPlan(Implementation):
 
     uses_memory: calls take their turn in the group's memory. graph: of a plan whose calls PyTorch has no part in.
     fills_outs, has_full, has_numbers: the call makes memory for its matmuls, the gathered A, and numbers.
+    kernel: The one of all matmuls, where these are not cuBLAS's.
     waits_for_in_flight: it has to come after what is in flight, because its matmuls wait for kernels that then would
     find no room beside them. reads_landed: it reads words of chunks, which a gather in flight reads too, so it has to
     come after that.
@@ -48,6 +51,7 @@ class GatherPlan(Implementation):
     uses_memory = True
     graph: PlanGraph | None = None
     fills_outs = True
+    kernel: OwnMatmul | None = None
     waits_for_in_flight = False
     reads_landed = False
 
@@ -142,7 +146,11 @@ class GatherPlan(Implementation):
     def multiply(
         self, call: GatherTensors, a: Tensor, a_scale: Tensor | None, places: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """`a` by every B, each into its place if it has one, on cuBLAS."""
+        """`a` by every B, each into its place if it has one: on cuBLAS, or, if all have, by `kernel`."""
+        if self.kernel is not None:
+            stream, outs = driver.current_stream(self.device_index), [place for place in places if place is not None]
+            self.kernel(stream, a, call.bs, outs, a_scale, call.b_scales, call.biases)
+            return outs
         b_scales: Sequence[Tensor | None] = call.b_scales or [None] * len(places)
         operands = zip(call.bs, call.biases, b_scales, places, strict=True)
         return [matmul(a, b, bias, a_scale, b_scale, self.scaling, out=place) for b, bias, b_scale, place in operands]
@@ -151,20 +159,46 @@ class GatherPlan(Implementation):
 class WholeGather(GatherPlan):
     """An all-gather, which `enqueue` makes, then matmuls of the whole: nothing overlaps.
 
-    PyTorch's matmuls are outside of the call's turn, as the program's own are. Those of `few_rows` are one kernel.
+    PyTorch's matmuls are outside of the call's turn, as the program's own are. Those of `kernel` are one kernel, which
+    `enqueue` launches too.
     """
 
     fills_outs = False
-    few_rows: FewRows | None = None
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory, gathers_all=True)
         self.no_places = [None] * len(self.widths)
         self.out_shapes = [(*self.layout.full_shape[:-1], width) for width in self.widths]
         self.is_flat = len(self.layout.full_shape) == 2
+        self.kernel = self._kernel(call)
+        self.fills_outs = self.kernel is not None
+
+    def _kernel(self, call: GatherFacts) -> OwnMatmul | None:
+        """The kernel of all matmuls: of few rows, where it is as fast as cuBLAS, and of a batch-invariant call."""
+        operands, fast = (call.bs, call.b_scales, call.biases), call.use_fast_accum
+        if call.is_empty or gathered_scaled_at_end(call) is not None:
+            return None
+        full = self.new_full()
+        if not (call.invariant or takes(full, call.rows, *operands, self.out_dtype, fast)):
+            return None
+        a, outs = full.view(call.rows, -1), [new().view(call.rows, -1) for new in self.new_outs]
+        a_scale = self.new_numbers() if self.scale_travels else call.a_scale
+        if call.invariant:
+            return own_matmul(a, call.bs, outs, a_scale, call.b_scales, call.biases, fast=fast)
+        return FewRows(a, call.bs, outs, a_scale, call.b_scales, call.biases)
+
+    def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
+        return super().with_kernel_layout(call) if self.kernel is None else self.with_gemm_layout(call)
+
+    def multiply_whole(self, stream: int, call: GatherTensors) -> None:
+        """Enqueue `kernel`, if there is one."""
+        if self.kernel is not None:
+            assert call.full is not None
+            row_scale = call.all_row_numbers if self.scale_travels else call.a_scale
+            self.kernel(stream, call.full, call.bs, call.outs, row_scale, call.b_scales, call.biases)
 
     def results(self, call: GatherTensors) -> list[Tensor]:
-        if self.few_rows is not None:
+        if self.kernel is not None:
             return super().results(call)
         assert call.full is not None
         row_scale = call.all_row_numbers if self.scale_travels else call.a_scale

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from asynctp_kernels.cuda.checks import program_may_multiply, sums_in_rank_order
 from asynctp_kernels.cuda.choose import cost
 from asynctp_kernels.cuda.choose.cost import Estimate
 from asynctp_kernels.cuda.choose.implementation import Implementation
@@ -24,6 +25,7 @@ class WholeProgram(OwnProgram):
 
     name = "whole"
     transports = (PUSH, PULL, DIRECT)
+    refuses = (program_may_multiply,)
 
 
 class SequentialProgram(OwnProgram):
@@ -37,4 +39,5 @@ class SequentialProgram(OwnProgram):
 class SequentialAllReduce(SequentialProgram):
     """The same for an all-reduce, which NCCL starts once."""
 
+    refuses = (sums_in_rank_order,)
     estimate = cost.as_one_all_reduce(cost.sequential)

@@ -24,18 +24,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from asynctp_kernels.cuda.checks import scattered_scaled_at_end
 from asynctp_kernels.cuda.choose.implementation import Implementation, Recipe
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PUSH
 from asynctp_kernels.cuda.facts import ReduceFacts
 from asynctp_kernels.cuda.gemm.copy_kernels import reduce_kernel
 from asynctp_kernels.cuda.gemm.cublas import matmul, multiply
-from asynctp_kernels.cuda.gemm.few_rows import FewRows
+from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
+from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, own_matmul
 from asynctp_kernels.cuda.plans.scatter_tensors import Operands, ScatterTensors
 from asynctp_kernels.cuda.runtime.edited import PlanGraph
 from asynctp_kernels.cuda.runtime.launch import (
@@ -69,7 +71,7 @@ class ScatterPlan(Implementation):
     uses_memory: calls take their turn in the group's memory. graph: of a plan whose calls PyTorch has no part in.
     in_place: the result takes the place of the sum of the matmuls.
     staging_shape, extra_shape: of the sum of the matmuls, and of one apart.
-    few_rows: the kernel of each matmul, if it is not cuBLAS that makes it.
+    kernels: for each matmul those, by the number of rows, if it is not cuBLAS that makes it.
     """
 
     uses_memory = True
@@ -87,7 +89,7 @@ class ScatterPlan(Implementation):
         self.matmul_dtype, self.count = call.matmul_dtype, len(call.b_parts)
         self.factor = 1.0 / memory.world if call.reduce_op == "avg" else 1.0
         self.times = call.times
-        self.few_rows: Sequence[FewRows | None] = [None] * self.count
+        self.kernels: Sequence[dict[int, OwnMatmul]] = [{}] * self.count
         self.row_bytes = self.layout.cols * call.wire_dtype.itemsize
         self.part_bytes = self.layout.rows * self.row_bytes
         self.device = call.a_parts[0].device
@@ -132,14 +134,14 @@ class ScatterPlan(Implementation):
             out = extra if apart else place
             a_scale, b_scale = (a_scales[i], b_scales[i]) if a_scales else (None, None)
             now, then = self.factors[i]
-            if (few_rows := self.few_rows[i]) is None:
+            if (kernel := self.kernels[i].get(a.shape[0])) is None:
                 made = matmul(a, b_parts[i], biases[i], a_scale, b_scale, self.scaling, out=out, factor=now)
             else:
                 made = a.new_empty((a.shape[0], b_parts[i].shape[1]), dtype=self.matmul_dtype) if out is None else out
                 of_a, of_b, bias = dense([a_scale, b_scale, biases[i]])
                 matrices = (aligned(a), [aligned_columns(b_parts[i])], [made])
                 of_columns = [] if of_b is None else [of_b]
-                few_rows(driver.current_stream(self.device_index), *matrices, of_a, of_columns, [bias])
+                kernel(driver.current_stream(self.device_index), *matrices, of_a, of_columns, [bias])
             if i and total is not None:
                 total.add_(made, alpha=then)
             elif apart:
@@ -152,6 +154,26 @@ class ScatterPlan(Implementation):
             total.add_(added, alpha=self.times.added)
         multiply(total, self.times.whole)
         return total
+
+    def _kernels(self, call: ReduceFacts, rows: Iterable[int]) -> list[dict[int, OwnMatmul]]:
+        """The kernels of each matmul of so many rows: of few rows, where they are as fast, and if batch-invariant."""
+        if call.is_empty or scattered_scaled_at_end(call) is not None:
+            return [{}] * self.count
+        return [
+            {count: kernel for count in rows if (kernel := self._kernel(call, i, count))} for i in range(self.count)
+        ]
+
+    def _kernel(self, call: ReduceFacts, i: int, rows: int) -> OwnMatmul | None:
+        one = slice(i, i + 1)
+        bs, b_scales, biases = call.b_parts[one], call.b_scales[one], call.biases[one]
+        a, fast, factor = call.a_parts[i], call.use_fast_accum, self.factors[i][0]
+        if not (call.invariant or takes(a, rows, bs, b_scales, biases, self.matmul_dtype, fast)):
+            return None
+        out = a.new_empty((rows, bs[0].shape[1]), dtype=self.matmul_dtype)
+        a, a_scale = a.reshape(-1, a.shape[-1])[:rows], call.a_scales[i] if call.a_scales else None
+        if call.invariant:
+            return own_matmul(a, bs, [out], a_scale, b_scales, biases, factor, fast)
+        return FewRows(a, bs, [out], a_scale, b_scales, biases, factor)
 
     def tensors(self, operands: Operands) -> ScatterTensors:
         """The operands as they come, and new memory for what a call makes."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from asynctp_kernels.cuda.checks import cublas_takes_gathered, cublas_takes_scattered
+from asynctp_kernels.cuda.checks import (
+    matmul_takes_gathered,
+    matmul_takes_scattered,
+    program_may_multiply,
+    sums_in_rank_order,
+)
 from asynctp_kernels.cuda.choose import cost
 from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.choose.wire import PLAIN
 from asynctp_kernels.cuda.facts import Facts, GatherFacts, ReduceFacts
+from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul
 from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.own_program import SequentialProgram
@@ -27,13 +33,17 @@ class SequentialGather(WholeGather):
 
     name = "sequential"
     transports = (PLAIN,)
+    refuses = (program_may_multiply,)
     estimate = cost.sequential
     uses_memory = False
 
     @classmethod
     def plan(cls, call: GatherFacts, memory: GroupMemory, choice: Choice) -> SequentialGather | SequentialProgram:
-        able = _cublas_and_nccl(call) and cublas_takes_gathered(call) is None
+        able = _cublas_and_nccl(call) and matmul_takes_gathered(call) is None
         return cls(call, memory) if able else SequentialProgram()
+
+    def _kernel(self, call: GatherFacts) -> OwnMatmul | None:
+        return super()._kernel(call) if call.invariant else None
 
     def make(self, stream: int, call: GatherTensors) -> None:
         """Neither the group's memory nor its order of calls matters, and NCCL's calls have no graph."""
@@ -44,6 +54,7 @@ class SequentialGather(WholeGather):
         gather_into(call.full, call.shard, self.memory.group)
         if call.row_numbers is not None and call.all_row_numbers is not None:
             gather_into(call.all_row_numbers, call.row_numbers, self.memory.group)
+        self.multiply_whole(stream, call)
 
 
 class SequentialScatter(WholeScatter):
@@ -51,12 +62,13 @@ class SequentialScatter(WholeScatter):
 
     name = "sequential"
     transports = (PLAIN,)
+    refuses = (sums_in_rank_order,)
     estimate = cost.sequential
     uses_memory = False
 
     @classmethod
     def plan(cls, call: ReduceFacts, memory: GroupMemory, choice: Choice) -> SequentialScatter | SequentialProgram:
-        able = _cublas_and_nccl(call) and cublas_takes_scattered(call) is None
+        able = _cublas_and_nccl(call) and matmul_takes_scattered(call) is None
         return cls(call, memory) if able else SequentialProgram()
 
     def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:

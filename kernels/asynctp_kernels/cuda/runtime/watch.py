@@ -94,7 +94,7 @@ class Calls:
         """The signature of a call."""
         number = wire.signature(transport)
         if number not in self._told:
-            self._told[number] = told = Told(wire.told, wire.kept_by_all, wire.accord)
+            self._told[number] = told = Told(wire.told, wire.kept_by_all, wire.agreed)
             self._store.set(f"asynctp/calls/{number}", json.dumps(told))
         return number
 

@@ -1,0 +1,130 @@
+"""Matmuls of whole tensors by kernels of ours: of few rows `FewRows`, of more the GEMM of `fused`, by itself.
+
+All of them walk K in order, with the same instructions, and round at the same places: a row has the same bits by each
+of them, in any tile, and by `fused`. So batch-invariant calls make their matmuls so, wherever cuBLAS would. That cuts K
+where there are few rows, and adds the parts up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, Tiles, few_rows_before, tiles_for
+from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
+from asynctp_kernels.cuda.gemm.few_rows import FewRows
+from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
+from asynctp_kernels.cuda.runtime.launch import Tma, aligned, aligned_columns, dense, describe, grid, outlines
+from asynctp_kernels.cuda.runtime.machine import driver
+from asynctp_kernels.signals import IS_INTERPRETED
+
+A, WORDS, PIVOT, VALUE, A_SCALE = map(place, ("a0", "words", "rank", "value", "a_scale0"))
+
+
+class WholeGemm:
+    """`a @ b` for each B, with scales, bias and a factor as `FewRows` has them, by the persistent GEMM.
+
+    It awaits a word for each chunk of A's rows (`async_input`), or nothing: words of its own, which are always there.
+    """
+
+    def __init__(
+        self,
+        a: Tensor,
+        bs: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        a_scale: Tensor | None = None,
+        b_scales: Sequence[Tensor] = (),
+        biases: Sequence[Tensor | None] = (None,),
+        factor: float = 1.0,
+        fast: bool = True,
+        chunks: int = 1,
+    ) -> None:
+        """Examples of a call's tensors, as of `FewRows`, but that rows of A may lie apart."""
+        (m, k), widths, out_dtype = a.shape, [b.shape[1] for b in bs], outs[0].dtype
+        bs, b_scales, biases = [aligned_columns(b) for b in bs], dense(b_scales), dense(biases)
+        sms, tiles = driver.processors(a.device.index), gemm_tiles(a, bs, out_dtype, fast)
+        q, pitch = m // chunks, a.stride(0)
+        row_tiles = -(-q // tiles.block_m)
+        programs = grid(chunks * row_tiles * sum(-(-n // tiles.block_n) for n in widths), sms)
+        a_like = describe(a, [chunks, q, k], [q * pitch, pitch, 1], [1, tiles.block_m, tiles.block_k])
+        b_like = [b_descriptor(b, tiles) for b in bs]
+        c_like = [
+            describe(out, [chunks, q, n], [q * n, n, 1], tiles.stored) for out, n in zip(outs, widths, strict=True)
+        ]
+        self.unused = torch.zeros(4, dtype=torch.int32, device=a.device)
+        bias = biases[0]
+        args = GemmArguments(
+            a=(a_like,), b=b_like, c=c_like, a_scale=(), b_scale=(), bias=[] if bias is None else [bias] * MAX_OPERANDS,
+            words=self.unused, done_ptr=self.unused, outer=1, inner=q, k=(k,), n=widths, rank=0, world=chunks,
+            chunk_size=row_tiles, own_tiles=row_tiles, value=0,
+        )  # fmt: skip
+        modes = (scale_mode(a_scale), scale_mode(b_scales[0] if b_scales else None))
+        self.launch = prepare_gemm(
+            args.listed(self.unused.view(torch.float32)), programs, 1, tiles, bs, bias, modes, out_dtype,
+            gathers=True, async_input=True, factor=factor,
+        )  # fmt: skip
+        self.values = args.launched(self.unused.data_ptr())
+        self.has_bias, count = bias is not None, len(bs)
+        self.of_bs, self.of_cs, self.of_b_scales, self.of_biases = (
+            places(name, count) for name in ("b", "c", "b_scale", "bias")
+        )
+        self.a_like, self.b_like, self.c_like = Tma(a_like, 0), outlines(b_like), outlines(c_like)
+
+    def __call__(
+        self,
+        stream: int,
+        a: Tensor,
+        bs: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        a_scale: Tensor | None = None,
+        b_scales: Sequence[Tensor] = (),
+        biases: Sequence[Tensor | None] = (None,),
+        awaits: tuple[int, int, int] | None = None,
+    ) -> None:
+        """Enqueue it, of operands that lie as the kernel reads them, as of `FewRows`.
+
+        awaits: The address of a word for each chunk, the chunk that is the first, and what words have to be.
+        """
+        values = self.values.copy()
+        values[A] = Tma(self.a_like, a.data_ptr())
+        values[self.of_bs] = [Tma(like, b.data_ptr()) for like, b in zip(self.b_like, bs, strict=True)]
+        values[self.of_cs] = [Tma(like, out.data_ptr()) for like, out in zip(self.c_like, outs, strict=True)]
+        if a_scale is not None:
+            values[A_SCALE] = a_scale.data_ptr()
+            values[self.of_b_scales] = [scale.data_ptr() for scale in b_scales]
+        if self.has_bias:
+            values[self.of_biases] = [bias.data_ptr() for bias in biases if bias is not None]
+        if awaits is not None:
+            values[WORDS], values[PIVOT], values[VALUE] = awaits
+        self.launch(stream, values)
+
+
+OwnMatmul = FewRows | WholeGemm
+
+
+def gemm_tiles(a: Tensor, bs: Sequence[Tensor], out_dtype: torch.dtype, fast: bool) -> Tiles:
+    """The tiles of `WholeGemm`."""
+    if IS_INTERPRETED:
+        return INTERPRETED_TILES
+    sizes = (a.shape[0], sum(b.shape[1] for b in bs), a.shape[1], driver.processors(a.device.index))
+    return tiles_for(a.dtype, a.itemsize == 1 and not fast, *sizes, out_itemsize=out_dtype.itemsize)
+
+
+def own_matmul(
+    a: Tensor,
+    bs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    a_scale: Tensor | None,
+    b_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    factor: float = 1.0,
+    fast: bool = True,
+) -> OwnMatmul:
+    """The faster kernel for such a call: examples of its tensors. fast: fp8 sums may be."""
+    tiles, columns = gemm_tiles(a, bs, outs[0].dtype, fast), sum(b.shape[1] for b in bs)
+    m, k = a.shape
+    few = few_rows_before(tiles, a.itemsize, m, columns, k, driver.processors(a.device.index))
+    kind: type[FewRows] | type[WholeGemm] = FewRows if few else WholeGemm
+    return kind(aligned(a), bs, outs, a_scale, b_scales, biases, factor, fast)
