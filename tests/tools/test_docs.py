@@ -28,7 +28,6 @@ _PAGES_THAT_RUN = sorted(
     [
         ROOT / "README.md",
         DOCS / "tutorial.md",
-        DOCS / "explanation" / "how-it-works.md",
         DOCS / "how-to" / "custom-ops.md",
         DOCS / "how-to" / "fail-ci-on-a-miss.md",
         DOCS / "how-to" / "my-fusion-did-not-apply.md",
