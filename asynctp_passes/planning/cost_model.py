@@ -143,7 +143,7 @@ def cost_of(chain: Chain) -> Cost:
     own = bytes_of(chain.exchanged)
     if own is None or not ranks:
         return replace(computed, comm_bytes=None)
-    if chain.collective.kind == "all_reduce":
+    if chain.kind == "matmul_all_reduce":
         half = own * (ranks - 1) // ranks
         return replace(computed, comm_bytes=2 * half, exposed_bytes=half)
     return replace(computed, comm_bytes=own * (ranks - 1))
