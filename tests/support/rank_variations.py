@@ -430,7 +430,7 @@ def _own_part(w: Writer, stage: Stage, r: Value, shift: int = 0) -> None:
     )
     part = w.let("o", w.random.choice(spellings), (count, *shape[1:]), r.dtype)
     if w.random.random() < 0.3:
-        w.returns(w.let("q", f"{part} * {part}.float().mean().to({part}.dtype)"))
+        w.returns(w.let("q", f"{part} * {part}.float().square().mean().to({part}.dtype)"))
     w.returns(w.let("o", f"torch.relu({part})"))
 
 
