@@ -104,7 +104,9 @@ def test_own_parts_of_sums_are_scattered() -> None:
     for seed in range(8):
         program = of_own_parts(seed)
         _, reports, _ = rank_lockstep.rewrite_all([rank_lockstep.trace(program, rank) for rank in range(2)], GROUPS)
-        found += [text for one in reports for question in one.questions if question.done for text in question.deviations]
+        found += [
+            text for one in reports for question in one.questions if question.done for text in question.deviations
+        ]
     assert sum(text.startswith("own: ") for text in found) > 8
 
 
