@@ -101,7 +101,7 @@ def test_own_parts_of_sums_in_lockstep(part: int, setting: Setting) -> None:
 def test_own_parts_of_sums_are_scattered() -> None:
     """So that the programs above are about something."""
     found = []
-    for seed in range(8):
+    for seed in range(12):
         program = of_own_parts(seed)
         _, reports, _ = rank_lockstep.rewrite_all([rank_lockstep.trace(program, rank) for rank in range(2)], GROUPS)
         found += [

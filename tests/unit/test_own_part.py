@@ -99,7 +99,7 @@ return (relu)
 """,
     )
     assert outcomes(report) == ["ATP013"]
-    assert ["own"] == [note.kind for note in report.notes]
+    assert [note.kind for note in report.notes] == ["own"]
 
 
 def through_reshapes(b: GraphBuilder) -> Node:
