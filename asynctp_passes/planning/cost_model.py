@@ -25,6 +25,7 @@ __all__ = [
     "hoist_pays",
     "machine_for",
     "overlaps",
+    "overlaps_little",
     "received_bytes",
     "work_of",
 ]
@@ -55,6 +56,8 @@ _MACHINES = (_H200, replace(_H200, name="H100"))
 #: A collective is mostly latency if a rank receives fewer bytes than that. Source: NCCL after cuBLAS less cuBLAS alone,
 #: 64 to 512 rows, in `docs/results/2026-11-23-h200x2/bench.json`.
 LATENCY_BYTES = 1 << 20
+#: A chain overlaps little if its matmuls take less than this part of the time of its communication.
+LITTLE = 0.25
 #: how many times as many operations matmuls do in fp8 as in bf16 (the same runs, 2 GPUs)
 FP8_SPEED = 1.96
 
@@ -105,6 +108,19 @@ def overlaps(comm_bytes: int, work: int, node: fx.Node) -> bool:
     """
     machine = machine_for(node) or _H200
     return work / machine.flops_per_us >= comm_bytes / machine.link_bytes_per_us
+
+
+def overlaps_little(cost: Cost, node: fx.Node) -> str:
+    """How long a chain's matmuls take beside what overlaps with them, where that is little; empty otherwise.
+
+    What takes mostly latency overlaps with nothing anyway. Machines whose rates are not known count as in `overlaps`;
+    dtypes whose rates are not known, of more than 16 bits, do not count.
+    """
+    if cost.comm_bytes is None or cost.work is None or cost.comm_bytes < LATENCY_BYTES or _itemsize(node) > 2:
+        return ""
+    machine = machine_for(node) or _H200
+    share = cost.work / machine.flops_per_us / ((cost.comm_bytes - cost.exposed_bytes) / machine.link_bytes_per_us)
+    return f"{share:.0%}" if share < LITTLE else ""
 
 
 def covers(work: Sequence[int | None], received: int | None, node: fx.Node) -> bool:

@@ -52,6 +52,7 @@ _UNSHARDED = (
 )
 
 _OWN_PART = "a reduce-scatter in place of the all-reduce, since each rank uses its own part of the sum alone"
+_LITTLE = "little overlaps, since the matmuls are small beside what is sent"
 _CUT_FOR_DDP = (
     "set torch._dynamo.config.optimize_ddp = False, if the program has a matmul next to it. Torch cuts graphs of "
     "DistributedDataParallel into pieces, and may have cut between the two"
@@ -190,6 +191,8 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
             _gather_notes(candidate, chain) if isinstance(chain, GatherChain) else _reduction_notes(candidate, chain)
         )
         costs = cost_model.cost_of(chain)
+        if share := cost_model.overlaps_little(costs, chain.matmuls[0].a):
+            notes.append(f"{_LITTLE}: by the cost model they take {share} of the time of what they overlap with")
         facts |= {
             "message": "; ".join(notes),
             "keeps_gather": chain.hoist is not None and bool(chain.hoist.still_needed_by),
