@@ -382,16 +382,23 @@ class Term:
 class OwnPart:
     """This rank's part of an all-reduced tensor: all of it that the rank uses.
 
-    `ends` are the views that hold the part, and `views` lie between the result and them. The part is that of `rank`.
+    Attributes:
+        rank: This rank's number in the group, and that of the part.
+        shape: Of the part; the ranks' parts are stacked in what is reduced.
+        ends: Views that hold the part.
+        views: The views of the whole that lead to these alone.
+        by_place: Other nodes use the part by its place in the whole.
     """
 
     rank: int
-    views: tuple[fx.Node, ...]
+    shape: tuple[Size, ...]
     ends: tuple[fx.Node, ...]
+    views: tuple[fx.Node, ...]
+    by_place: bool
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """All of them."""
+        """The views, and the ends."""
         return (*self.views, *self.ends)
 
 
@@ -447,12 +454,7 @@ class ScatterChain(_Chain):
     @property
     def exchanged(self) -> fx.Node | None:
         """The tensor that a rank exchanges with each other one."""
-        return self.result
-
-    @property
-    def result(self) -> fx.Node:
-        """A node with the shape of the fused op's result."""
-        return self.collective.node if self.own_part is None else self.own_part.ends[0]
+        return self.collective.node
 
     @property
     def contracts_all_rows(self) -> bool:
@@ -467,7 +469,7 @@ class ScatterChain(_Chain):
     @property
     def size_readers(self) -> list[fx.Node]:
         """The nodes that read sizes of what the rewrite does away with; it reads them off the chain's inputs."""
-        whole = () if self.own_part is None else self.collective.results
+        whole = self.collective.results if self.own_part is not None and not self.own_part.by_place else ()
         return self._readers_of_sizes([*self.views, *nodes_of(self.matmuls), *whole])
 
     @property
@@ -484,9 +486,10 @@ class ScatterChain(_Chain):
         """The sizes of the views around the fused op; an all-reduce of matrices has none but the program's own."""
         early = self.early.values()
         others = [*self.made_anew, *(one.node for one in self.joined), *(one.total for one in early)]
-        others += () if self.own_part is None else self.own_part.ends
         nodes = (self.collective.node, *(matmul.node for matmul in self.matmuls), *others, *self.inputs)
         known = [*_known(nodes, sizes), *((one.outer, one.count, one.inner) for one in early)]
+        if self.own_part is not None:
+            known += [self.own_part.shape, *_known(self.own_part.ends, sizes)]
         if self.padding is not None:
             known += [self.padding.before, self.padding.after, (self.padding.more,)]
         if self.placement is not None:

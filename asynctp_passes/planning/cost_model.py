@@ -12,7 +12,7 @@ from torch import fx
 from asynctp_passes.ir.calls import Matmul
 from asynctp_passes.ir.matmuls import read_matmul, read_term
 from asynctp_passes.ir.nodes import tensor_of
-from asynctp_passes.matching.chains import Chain, GatherChain, Hoist
+from asynctp_passes.matching.chains import Chain, GatherChain, Hoist, ScatterChain
 from asynctp_passes.reasons import Refusal
 
 __all__ = [
@@ -157,6 +157,8 @@ def cost_of(chain: Chain) -> Cost:
         gathered = chain.hoist.gathered
         return replace(computed, comm_bytes=_sum(received_bytes(node, ranks) for node in gathered))
     own = bytes_of(chain.exchanged)
+    if own is not None and ranks and isinstance(chain, ScatterChain) and chain.own_part is not None:
+        own //= ranks
     if own is None or not ranks:
         return replace(computed, comm_bytes=None)
     if chain.kind == "matmul_all_reduce":

@@ -110,7 +110,8 @@ def _sums_to_save(graph: fx.Graph, decisions: Sequence[Decision]) -> list[_Sum]:
         if one.refusal is not None or not isinstance(chain, ScatterChain) or chain.joined or own.node in backward:
             continue
         tagged = tuple(node for node in (*nodes_of(chain.matmuls), *chain.views) if partitioner.is_saved(node))
-        results = own.waits if chain.own_part is None else chain.own_part.ends
+        part = chain.own_part
+        results = own.waits if part is None or part.by_place else part.ends
         ends = (*own.results, *results)
         saved = any(map(partitioner.is_saved, ends)) or any(owners[node] in program for node in ends)
         if tagged and own.waits and not saved:

@@ -21,7 +21,7 @@ from asynctp_passes.ir.collectives import WAIT, left_items
 from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, value_of
 from asynctp_passes.ir.sizes import divided
 from asynctp_passes.layout.propagation import views_of
-from asynctp_passes.matching.chains import Bucket
+from asynctp_passes.matching.chains import Bucket, OwnPart
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.ops.calls import INVARIANT
 from asynctp_passes.planning.legality import on_wire
@@ -30,7 +30,16 @@ from asynctp_passes.rewriting.cleanup import erase_unused, shared_by
 from asynctp_passes.rewriting.places import mark_items
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["OWN_OPS", "emit_alone", "emit_bucket", "emit_left_items", "emit_own_parts", "options_of", "use_own_op"]
+__all__ = [
+    "OWN_OPS",
+    "emit_alone",
+    "emit_bucket",
+    "emit_left_items",
+    "emit_own_parts",
+    "give_own_part",
+    "options_of",
+    "use_own_op",
+]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 OWN_OPS = {
@@ -101,15 +110,27 @@ def emit_own_parts(state: RewriteState) -> None:
         build = Builder(state, Site(collective), collective.start)
         for reader in [user for node in collective.results for user in node.users if is_size(user)]:
             reader.args = (build.now(collective.source), *reader.args[1:])
-        blocks = (collective.group_size, *build.shape(part.ends[0]))
-        source = build.contiguous(build.reshape(build.now(collective.source), blocks))
+        blocks = build.reshape(build.now(collective.source), (collective.group_size, *part.shape))
         ours = on_wire(collective)
         op, options = (OWN_OPS if ours else _TORCHS)["reduce_scatter"], options_of(state, collective) if ours else {}
         how = (collective.reduce_op, collective.group_size, collective.group)
-        done = build.call(_c10d.wait_tensor.default, build.call(op, source, *how, **options))
-        for node in part.ends:
-            build.replace(node, build.reshape(done, build.shape(node)))
+        done = build.call(_c10d.wait_tensor.default, build.call(op, build.contiguous(blocks), *how, **options))
+        give_own_part(build, collective, part, build.reshape(done, part.shape))
         erase_unused(state.graph, {*part.nodes, *collective.results})
+
+
+def give_own_part(build: Builder, collective: Collective, part: OwnPart, own: fx.Node) -> None:
+    """Give this rank's part of a sum to the users of that, of which those by place see zeros around it."""
+    for node in part.ends:
+        build.replace(node, build.reshape(own, build.shape(node)))
+    if not part.by_place:
+        return
+    around = [part.rank, collective.group_size - 1 - part.rank]
+    first = build.reshape(own, (1, *part.shape))
+    whole = build.call(_aten.constant_pad_nd.default, first, [*[0, 0] * len(part.shape), *around], 0)
+    whole = build.reshape(whole, build.shape(collective.node))
+    for node in collective.results:
+        build.replace(node, whole, unless=collective.waits)
 
 
 def _started_with(build: Builder, collective: Collective) -> list[Any]:

@@ -23,7 +23,7 @@ from asynctp_passes.layout.propagation import is_sum
 from asynctp_passes.matching.chains import ScatterChain, Term
 from asynctp_passes.rewriting.builder import Builder
 from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
-from asynctp_passes.rewriting.emit_alone import options_of
+from asynctp_passes.rewriting.emit_alone import give_own_part, options_of
 from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale, shape_of_scales
 
 __all__ = ["emit_reduction"]
@@ -48,7 +48,8 @@ def _emit_scatter(build: Builder, chain: ScatterChain, place: ScatterPlacement) 
         a_parts = [_rows_as_sent(build, chain, build.now(matmul.a)) for matmul in chain.matmuls]
     scatter_dim = value_of(a_parts[0]).dim() - (1 if place.axis == "columns" else 2)
     op = _call_reduction(build, chain, a_parts, (scatter_dim,), (scatter.group_size,))
-    out = build.reshape(build.contiguous(op), build.shape(chain.result))
+    shape = build.shape(scatter.node) if chain.own_part is None else chain.own_part.shape
+    out = build.reshape(build.contiguous(op), shape)
     _give_result(build, chain, out)
     return op
 
@@ -201,8 +202,7 @@ def _give_result(build: Builder, chain: ScatterChain, out: fx.Node) -> None:
     add is added here.
     """
     if chain.own_part is not None:
-        for node in chain.own_part.ends:
-            build.replace(node, build.reshape(out, build.shape(node)))
+        give_own_part(build, chain.collective, chain.own_part, out)
         return
     for term in chain.added_after:
         shaped = build.reshape(build.now(term.node), build.shape(out))

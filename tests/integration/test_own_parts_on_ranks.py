@@ -55,10 +55,15 @@ def trained(use: Use, rank: int, ranks: int, backend: str | None) -> tuple[list[
     def alone(x: Tensor) -> Tensor:
         return torch.sin(use(funcol.all_reduce(torch.relu(x), "sum", dist.group.WORLD), rank, ranks))
 
+    def computed(a: Tensor, w: Tensor, x: Tensor) -> Tensor:
+        """A residual and an activation come before the part is taken."""
+        sum_ = funcol.all_reduce(a @ w, "sum", dist.group.WORLD)
+        return torch.relu(use(torch.nn.functional.silu(sum_ + x), rank, ranks))
+
     torch.manual_seed(rank)
     shapes = ((ROWS, 8), (8, WIDTH), (WIDTH,), (WIDTH, 4), (ROWS, WIDTH))
     a, w, bias, v, x = leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    functions = (multiplied, alone)
+    functions = (multiplied, alone, computed)
     for function in functions:  # a function of its own to ranks, which ask one another about it
         function.__code__ = function.__code__.replace(co_name=f"{function.__name__}_{use.__name__}")
     if backend is not None:
@@ -66,11 +71,13 @@ def trained(use: Use, rank: int, ranks: int, backend: str | None) -> tuple[list[
         functions = tuple(torch.compile(one, backend=backend, options=options) for one in functions)
     results = [functions[0](a, w, bias, v), functions[1](x)]
     sum(one.square().sum() for one in results).backward()  # type: ignore[union-attr]
+    with torch.no_grad():
+        results.append(functions[2](a, w, x))
     return [*results, *(leaf.grad for leaf in leaves if leaf.grad is not None)], list(asynctp_passes.reports())
 
 
 def judged(rank: int, ranks: int, uses: list[Use]) -> list[tuple[bool, list[str], list[str]]]:
-    """By use: whether all is eager's, what fused the sum of matmuls, and what is done without one."""
+    """By use: whether all is eager's, what fused the sums of matmuls, and what is done without one."""
     torch._inductor.config.fallback_by_default = True  # minutes of the C++ compiler
     found = []
     for use in uses:
@@ -79,7 +86,7 @@ def judged(rank: int, ranks: int, uses: list[Use]) -> list[tuple[bool, list[str]
         wanted, _ = trained(use, rank, ranks, None)
         got, reports = trained(use, rank, ranks, "asynctp")
         same = len(got) == len(wanted) and all(map(torch.allclose, got, wanted))
-        forward = [one for one in reports if one.phase == "forward"]
+        forward = [one for one in reports if one.phase != "backward"]
         kinds = [remark.kind for report in forward for remark in report.fused]
         notes = [note.kind for report in forward for note in report.notes if note.kind == "own"]
         found.append((same, kinds, notes))
@@ -90,8 +97,8 @@ def judged(rank: int, ranks: int, uses: list[Use]) -> list[tuple[bool, list[str]
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_values_and_gradients(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
-    wanted = {use: (True, ["matmul_reduce_scatter"], ["own"]) for use in SCATTERED}
-    wanted |= {use: (True, ["matmul_all_reduce"], []) for use in KEPT}
+    wanted = {use: (True, ["matmul_reduce_scatter"] * 2, ["own"]) for use in SCATTERED}
+    wanted |= {use: (True, ["matmul_all_reduce"] * 2, []) for use in KEPT}
     uses = [*wanted] if ranks == 2 else [own_rows, own_rows_on_the_first_rank]
     for found in run_ranks(ranks, judged, uses, timeout_s=400):
         assert dict(zip(uses, found, strict=True)) == {use: wanted[use] for use in uses}

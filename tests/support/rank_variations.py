@@ -419,8 +419,8 @@ def _own_part(w: Writer, stage: Stage, r: Value, shift: int = 0) -> None:
     if shape[0] % ranks or w.random.random() < 0.3:
         shape = (shape[0] * shape[1],)
         r = w.let("r", f"{r}.view(-1)", shape, r.dtype)
-    count = shape[0] // ranks
-    spellings = (
+    count, old = shape[0] // ranks, str(r)
+    spellings: Sequence[str] = (
         f"{r}[{place * count}:{(place + 1) * count}]",
         f"{r}.narrow(0, {place * count}, {count})",
         f"{r}.chunk({ranks})[{place}]",
@@ -428,6 +428,12 @@ def _own_part(w: Writer, stage: Stage, r: Value, shift: int = 0) -> None:
         f"{r}.view({ranks}, {count}, *{r}.shape[1:])[{place}]",
         f"{r}[{place * count}:][:{count}]",
     )
+    if w.random.random() < 0.3:
+        other = w.input("y", shape, r.dtype)
+        r = w.let(
+            "r", w.random.choice((f"{r} + {other}", f"torch.relu({r}) * {other}", f"{r} + {r}.abs()")), shape, r.dtype
+        )
+        spellings = [spelling.replace(old, str(r)) for spelling in spellings]
     part = w.let("o", w.random.choice(spellings), (count, *shape[1:]), r.dtype)
     if w.random.random() < 0.3:
         w.returns(w.let("q", f"{part} * {part}.float().square().mean().to({part}.dtype)"))

@@ -128,6 +128,40 @@ def as_average(b: GraphBuilder) -> Node:
     return rows(b, summed(b, "avg"), 4, 8)
 
 
+def rows_turned(b: GraphBuilder) -> Node:
+    return rows(b, b.permute(summed(b), [1, 0]), 4, 8, dim=1)
+
+
+def converted_before(b: GraphBuilder) -> Node:
+    return rows(b, b.call(torch.ops.prims.convert_element_type.default, summed(b), torch.float64), 4, 8)
+
+
+def with_a_residual(b: GraphBuilder) -> Node:
+    """A residual, an activation and a factor of each row come first, and the sum is used twice."""
+    whole = summed(b)
+    added = b.add(whole, b.input("residual", [8, 6]))
+    return rows(b, b.mul(b.mul(b.relu(added), whole), b.input("factors", [8, 1])), 4, 8)
+
+
+def computed_many_times(b: GraphBuilder) -> Node:
+    """Each addition has its operand twice: 2^24 ways through the graph."""
+    node = summed(b)
+    for _ in range(24):
+        node = b.add(node, b.relu(node))
+    return rows(b, node, 4, 8)
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [rows_turned, converted_before, with_a_residual, computed_many_times],
+)
+def test_pointwise_ops_and_turned_rows_see_zeros_in_other_places(spelled: Callable[[GraphBuilder], Node]) -> None:
+    b = GraphBuilder(ranks=2)
+    report = run_pass(b.returns(b.relu(spelled(b))))
+    assert [one.kind for one in report.fused] == ["matmul_reduce_scatter"]
+    assert "constant_pad_nd" in show(b.graph)
+
+
 @pytest.mark.parametrize(
     "spelled", [through_reshapes, through_two_slices, through_chunks, of_joined_halves, twice, as_average]
 )
@@ -169,12 +203,35 @@ def other_part_used_too(b: GraphBuilder) -> Node:
     return b.add(rows(b, whole, 4, 8), rows(b, whole, 0, 4))
 
 
-def rows_turned(b: GraphBuilder) -> Node:
-    return rows(b, b.permute(summed(b), [1, 0]), 4, 8, dim=1)
+def turned_and_added(b: GraphBuilder) -> Node:
+    """The other operand has other rows in the place of the own ones."""
+    whole = b.all_reduce(b.mm(b.input("a", [8, 4]), b.input("w", [4, 8])))
+    return rows(b, b.add(b.permute(whole, [1, 0]), whole), 4, 8)
 
 
-def converted_before(b: GraphBuilder) -> Node:
-    return rows(b, b.call(torch.ops.prims.convert_element_type.default, summed(b), torch.float64), 4, 8)
+def added_and_turned(b: GraphBuilder) -> Node:
+    whole = b.all_reduce(b.mm(b.input("a", [8, 4]), b.input("w", [4, 8])))
+    return rows(b, b.add(whole, b.permute(b.relu(whole), [1, 0])), 4, 8)
+
+
+def added_by_columns(b: GraphBuilder) -> Node:
+    """Each row of the result has the first one's elements in it."""
+    whole = summed(b)
+    return rows(b, b.add(whole, rows(b, whole, 4, 5)), 4, 8)
+
+
+def normalized(b: GraphBuilder) -> Node:
+    whole = summed(b)
+    return rows(b, b.mul(whole, b.call(aten.mean.dim, whole, [-1], True)), 4, 8)
+
+
+def computed_and_used_whole(b: GraphBuilder) -> Node:
+    whole = b.relu(summed(b))
+    return b.add(rows(b, whole, 4, 8), b.call(aten.sum.default, whole))
+
+
+def masked_by_chance(b: GraphBuilder) -> Node:
+    return rows(b, b.call(aten.bernoulli.default, b.call(aten.sigmoid.default, summed(b))), 4, 8)
 
 
 def by_storage(b: GraphBuilder) -> Node:
@@ -193,7 +250,8 @@ def written_after(b: GraphBuilder) -> Node:
 
 LOOK_ALIKES = (
     *(of_another_rank, overlapping, shorter, of_columns, every_other_row, whole_used_too, other_part_used_too),
-    *(rows_turned, converted_before, by_storage, as_maximum, written_after),
+    *(turned_and_added, added_and_turned, added_by_columns, normalized, computed_and_used_whole, masked_by_chance),
+    *(by_storage, as_maximum, written_after),
 )
 
 
