@@ -39,11 +39,7 @@ def own_rows_on_the_first_rank(y: Tensor, rank: int, ranks: int) -> Tensor:
     return y if rank else own_rows(y, rank, ranks)
 
 
-def all_and_own_rows(y: Tensor, rank: int, ranks: int) -> Tensor:
-    return own_rows(y, rank, ranks) + y.sum()
-
-
-SCATTERED, KEPT = [own_rows, own_chunk], [rows_of_the_next, own_columns, own_rows_on_the_first_rank, all_and_own_rows]
+SCATTERED, KEPT = [own_rows, own_chunk], [rows_of_the_next, own_columns, own_rows_on_the_first_rank]
 
 
 def trained(use: Use, rank: int, ranks: int, backend: str | None) -> tuple[list[Tensor], list[Any]]:
