@@ -176,7 +176,9 @@ def _first(place_of: Callable[[fx.Node], str | None], candidate: Candidate) -> s
 
 def _shapes(candidate: Candidate) -> dict[str, str]:
     collective, chain = candidate.collective, candidate.chain
-    shapes = {"input": describe(collective.input), "output": describe(collective.node)}
+    part = chain.own_part if isinstance(chain, ScatterChain) else None
+    output = collective.node if part is None or part.by_place else part.ends[0]
+    shapes = {"input": describe(collective.input), "output": describe(output)}
     if chain is not None:
         products = [f"{describe(matmul.a)} @ {describe(matmul.b)}" for matmul in chain.matmuls]
         shapes["matmul"] = (", " if collective.kind == "all_gather" else " + ").join(products)
