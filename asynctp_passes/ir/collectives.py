@@ -33,6 +33,7 @@ __all__ = [
     "awaited_item",
     "is_only_awaited",
     "left_items",
+    "rank_of",
     "read_collectives",
     "read_sizes",
     "sent_kind",
@@ -202,6 +203,12 @@ def _waits(node: fx.Node) -> Iterator[fx.Node]:
             yield user
         elif waits_for_several(user):
             yield from (item for item in user.users if awaited_item(item) is node)
+
+
+def rank_of(collective: Collective) -> int | None:
+    """This process's rank in a collective's group; None where there is no such group, or it is not in it."""
+    group = collective.group
+    return process_groups.rank_in_group(group.meta.get("val") if isinstance(group, fx.Node) else group)
 
 
 def _group_key(group: Any) -> str:

@@ -50,6 +50,8 @@ class Question:
         can_keep: Others that it could keep, too. It does so where all ranks have agreed on that before; else none does
             from now on.
         joint: What the group was asked about the graph of the forward and its backward, and about its two halves.
+        rank: This rank's number in the group, where a deviation is about its own part of a tensor; else -1. On another
+            rank it would be about another part.
         done: The ranks' answer: the graph has the deviations.
         kept: The gathers that all ranks keep.
     """
@@ -61,6 +63,7 @@ class Question:
     keeps: tuple[str, ...] = ()
     can_keep: tuple[str, ...] = ()
     joint: tuple[Question, ...] = ()
+    rank: int = -1
     done: bool = False
     kept: tuple[str, ...] = ()
 

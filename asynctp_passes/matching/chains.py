@@ -12,8 +12,10 @@ Each is proven or chosen by one function, and becomes nodes by another:
       its matmuls    scaled_epilogue.read_scaled_result  emit_reduction.emit_reduction
       Padding        padding.find_padding                emit_reduction.emit_reduction
       several sums   linear_sums.summed                  emit_reduction.emit_reduction
+      OwnPart        own_part.own_part                   emit_reduction.emit_reduction
     Bucket           bucketing.find_buckets              emit_alone.emit_bucket
     no chain         legality.can_be_alone               emit_alone.emit_alone
+      OwnPart        own_part.own_part                   emit_alone.emit_own_parts
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ __all__ = [
     "EarlySum",
     "GatherChain",
     "Hoist",
+    "OwnPart",
     "Part",
     "RowNumbers",
     "ScatterChain",
@@ -376,6 +379,30 @@ class Term:
 
 
 @dataclass(frozen=True)
+class OwnPart:
+    """This rank's part of an all-reduced tensor: all of it that the rank uses.
+
+    Attributes:
+        rank: This rank's number in the group, and that of the part.
+        shape: Of the part; the ranks' parts are stacked in what is reduced.
+        ends: Views that hold the part.
+        views: The views of the whole that lead to these alone.
+        by_place: Other nodes use the part by its place in the whole.
+    """
+
+    rank: int
+    shape: tuple[Size, ...]
+    ends: tuple[fx.Node, ...]
+    views: tuple[fx.Node, ...]
+    by_place: bool
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The views, and the ends."""
+        return (*self.views, *self.ends)
+
+
+@dataclass(frozen=True)
 class ScatterChain(_Chain):
     """`(matmul → view* →) sum → view* → reduce_scatter → wait`: the matmuls whose sum is scattered.
 
@@ -390,7 +417,8 @@ class ScatterChain(_Chain):
     terms. What the sum adds besides, `added_after`, is added to the fused op's result. `early` has the sums over a
     dimension of what a member reduces, where that is what is summed with the others.
 
-    With a `padding`, `way` and `placement` are those of the padded product.
+    With a `padding`, `way` and `placement` are those of the padded product. With an `own_part`, the collective is an
+    all-reduce in place of which the sum is scattered.
     """
 
     collective: Collective
@@ -406,6 +434,7 @@ class ScatterChain(_Chain):
     added_after: tuple[Term, ...] = ()
     crossing: tuple[tuple[fx.Node, float], ...] = ()
     padding: Padding | None = None
+    own_part: OwnPart | None = None
 
     @property
     def sent(self) -> Rearrangement:
@@ -415,7 +444,7 @@ class ScatterChain(_Chain):
     @property
     def kind(self) -> str:
         """The name of the fused op."""
-        return f"matmul_{self.collective.kind}"
+        return "matmul_all_reduce" if self.placement is None else "matmul_reduce_scatter"
 
     @property
     def placed_by(self) -> tuple[Collective, ...]:
@@ -434,13 +463,14 @@ class ScatterChain(_Chain):
 
     @property
     def replaceable(self) -> list[fx.Node]:
-        """The views between the matmuls and the collective, and the sum of several results."""
-        return [*self.views, *self.after]
+        """The views between the matmuls and the collective, the sum of several results, and the way to a part."""
+        return [*self.views, *self.after, *(() if self.own_part is None else self.own_part.nodes)]
 
     @property
     def size_readers(self) -> list[fx.Node]:
         """The nodes that read sizes of what the rewrite does away with; it reads them off the chain's inputs."""
-        return self._readers_of_sizes([*self.views, *nodes_of(self.matmuls)])
+        whole = self.collective.results if self.own_part is not None and not self.own_part.by_place else ()
+        return self._readers_of_sizes([*self.views, *nodes_of(self.matmuls), *whole])
 
     @property
     def added_apart(self) -> list[Matmul]:
@@ -458,6 +488,8 @@ class ScatterChain(_Chain):
         others = [*self.made_anew, *(one.node for one in self.joined), *(one.total for one in early)]
         nodes = (self.collective.node, *(matmul.node for matmul in self.matmuls), *others, *self.inputs)
         known = [*_known(nodes, sizes), *((one.outer, one.count, one.inner) for one in early)]
+        if self.own_part is not None:
+            known += [self.own_part.shape, *_known(self.own_part.ends, sizes)]
         if self.padding is not None:
             known += [self.padding.before, self.padding.after, (self.padding.more,)]
         if self.placement is not None:
@@ -531,7 +563,7 @@ class Candidate:
     `joins` is the candidate whose chain this collective is part of: a gather of scales that of their data's gather, a
     reduction that of the last one of a sum. `left_out` says what other matmuls the chain's gathered tensor goes to, and
     why they are not fused. `weights` tells that the collective looks like one of parameters or of their gradients, as
-    FSDP has them: see `find`.
+    FSDP has them: see `find`. `own_part` is what a rank uses of an all-reduce, if that can be a reduce-scatter.
     """
 
     collective: Collective
@@ -541,6 +573,7 @@ class Candidate:
     joins: Candidate | None = None
     left_out: tuple[str, ...] = ()
     weights: bool = False
+    own_part: OwnPart | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
     scatter   {mm, addmm, _scaled_mm (× scales)}+ → view* → (add → view*)* → {reduce_scatter, all_reduce} → wait
               where products of 16 bits may be converted to float32 on the way, and other tensors may be added
     summed    (mm → view* → {reduce_scatter, all_reduce} → wait → view*)+ → add*                      (`linear_sums`)
+    own part  (mm+ → view*) → all_reduce → wait → view* → the rank's own part alone                      (`own_part`)
 
 The modules `match_gather` and `match_reduction` prove chains of one collective. `find` takes those of
 them that do not want the same matmul, and leave the graph without a cycle. Structure is proven by `index_map` on maps
@@ -35,6 +36,7 @@ from asynctp_passes.matching.linear_sums import summed
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.match_gather import candidate_of, following, match_gather
 from asynctp_passes.matching.match_reduction import match_reduction
+from asynctp_passes.matching.own_part import own_part, scattered
 from asynctp_passes.reasons import Refusal
 
 __all__ = ["find"]
@@ -47,7 +49,8 @@ def find(
 
     A matmul between a gather and a scatter can be fused with one of them: with the scatter when the gather has other
     matmuls to overlap with, else with the gather. Only a chain that is `allowed` to be fused has a claim to it.
-    Scatters whose results are only used in a sum become one.
+    Scatters whose results are only used in a sum become one. An all-reduce of which the rank uses its own part alone
+    becomes a reduce-scatter.
     """
     context = MatchContext(graph, collectives, sizes)
     scatters = {c.node: match_reduction(context, c) for c in collectives if c.kind in ("reduce_scatter", "all_reduce")}
@@ -55,6 +58,7 @@ def find(
     taken = _fused_matmuls(filter(allowed, gathers.values()))
     found = {**gathers, **{node: _unless_taken(candidate, taken) for node, candidate in scatters.items()}}
     found |= summed(context, found, allowed)
+    found |= _own_parts(context, found, allowed)
     return [found.get(collective.node) or _match_other(context, collective) for collective in collectives]
 
 
@@ -123,6 +127,25 @@ def _without_row_numbers(context: MatchContext, candidate: Candidate) -> Candida
     views = tuple(node for node in chain.views if not propagation.has(node))
     alone = replace(chain, row_numbers=None, views=views, follows=None)
     return candidate_of(context, following(context, alone), candidate.left_out)
+
+
+def _own_parts(
+    context: MatchContext, found: Mapping[fx.Node, Candidate], allowed: Callable[[Candidate], bool]
+) -> dict[fx.Node, Candidate]:
+    """Candidates of the all-reduces of which the rank uses its own part alone.
+
+    One whose matmuls can be fused is left as it is where these could not scatter the sum.
+    """
+    own: dict[fx.Node, Candidate] = {}
+    for node, candidate in found.items():
+        part = None if candidate.joins is not None else own_part(context, candidate.collective)
+        if part is None:
+            continue
+        if not allowed(candidate):
+            own[node] = replace(candidate, own_part=part)
+        elif (chain := scattered(context, candidate, part)) is not None and allowed(chain):
+            own[node] = chain
+    return own
 
 
 def _gather_chains(found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, GatherChain]:

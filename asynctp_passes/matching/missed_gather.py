@@ -22,6 +22,7 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.collectives import rank_of
 from asynctp_passes.ir.crossings import multiplied_by
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import arguments, first_tensor, is_size, op_name, tensor_of, traits_of, value_of
@@ -35,7 +36,7 @@ from asynctp_passes.matching.cut_rows import unpads
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.torch_private import process_groups, symbolic_sizes
+from asynctp_passes.torch_private import symbolic_sizes
 
 __all__ = ["missed_gather"]
 
@@ -204,8 +205,7 @@ def _are_all(parts: Iterable[tuple[Size, Size]], size: Size) -> bool:
 # --- all-to-alls -----------------------------------------------------------------------------------------------
 def _own_piece(gather: Collective, propagation: Propagation, sizes: Sizes) -> fx.Node | None:
     """The piece that is all of a gathered tensor that this rank uses, where the gather stands for an all-to-all."""
-    group = gather.group.meta.get("val") if isinstance(gather.group, fx.Node) else gather.group
-    rank = process_groups.rank_in_group(group)
+    rank = rank_of(gather)
     if rank is None or value_of(gather.node).device.type != "cpu":
         return None
     splits = (node for node in propagation.pieces if traits_of(node).view is View.SPLIT)

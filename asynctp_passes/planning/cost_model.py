@@ -12,7 +12,7 @@ from torch import fx
 from asynctp_passes.ir.calls import Matmul
 from asynctp_passes.ir.matmuls import read_matmul, read_term
 from asynctp_passes.ir.nodes import tensor_of
-from asynctp_passes.matching.chains import Chain, GatherChain, Hoist
+from asynctp_passes.matching.chains import Chain, GatherChain, Hoist, ScatterChain
 from asynctp_passes.reasons import Refusal
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "hoist_pays",
     "machine_for",
     "overlaps",
+    "overlaps_little",
     "received_bytes",
     "work_of",
 ]
@@ -55,6 +56,8 @@ _MACHINES = (_H200, replace(_H200, name="H100"))
 #: A collective is mostly latency if a rank receives fewer bytes than that. Source: NCCL after cuBLAS less cuBLAS alone,
 #: 64 to 512 rows, in `docs/results/2026-11-23-h200x2/bench.json`.
 LATENCY_BYTES = 1 << 20
+#: A chain overlaps little if its matmuls take less than this part of the time of its communication.
+LITTLE = 0.25
 #: how many times as many operations matmuls do in fp8 as in bf16 (the same runs, 2 GPUs)
 FP8_SPEED = 1.96
 
@@ -107,6 +110,19 @@ def overlaps(comm_bytes: int, work: int, node: fx.Node) -> bool:
     return work / machine.flops_per_us >= comm_bytes / machine.link_bytes_per_us
 
 
+def overlaps_little(cost: Cost, node: fx.Node) -> str:
+    """How long a chain's matmuls take beside what overlaps with them, where that is little; empty otherwise.
+
+    What takes mostly latency overlaps with nothing anyway. Machines whose rates are not known count as in `overlaps`;
+    dtypes whose rates are not known, of more than 16 bits, do not count.
+    """
+    if cost.comm_bytes is None or cost.work is None or cost.comm_bytes < LATENCY_BYTES or _itemsize(node) > 2:
+        return ""
+    machine = machine_for(node) or _H200
+    share = cost.work / machine.flops_per_us / ((cost.comm_bytes - cost.exposed_bytes) / machine.link_bytes_per_us)
+    return f"{share:.0%}" if share < LITTLE else ""
+
+
 def covers(work: Sequence[int | None], received: int | None, node: fx.Node) -> bool:
     """True when matmuls take as long as gathers; where sizes are symbolic, one matmul has to do.
 
@@ -141,9 +157,11 @@ def cost_of(chain: Chain) -> Cost:
         gathered = chain.hoist.gathered
         return replace(computed, comm_bytes=_sum(received_bytes(node, ranks) for node in gathered))
     own = bytes_of(chain.exchanged)
+    if own is not None and ranks and isinstance(chain, ScatterChain) and chain.own_part is not None:
+        own //= ranks
     if own is None or not ranks:
         return replace(computed, comm_bytes=None)
-    if chain.collective.kind == "all_reduce":
+    if chain.kind == "matmul_all_reduce":
         half = own * (ranks - 1) // ranks
         return replace(computed, comm_bytes=2 * half, exposed_bytes=half)
     return replace(computed, comm_bytes=own * (ranks - 1))

@@ -4,6 +4,7 @@
     join      the scales of gather 1 travel with the data of gather 0
     late      gather 0 comes after reduction 1, which a fused matmul of it depends on
     sum       one reduction for reductions 0, 1 and 2, where only their sum is used; or a sum over a dimension of one
+    own       reduction 0, an all-reduce, is a reduce-scatter, where each rank uses its own part alone
     bucket    one all-reduce for all-reduces 3, 4 and 5
     drop      reduction 6 is not made, since nothing uses it
     again     gather 0 is made again in the backward, after its first collective
@@ -91,7 +92,13 @@ class Words:
             late = [] if chain.follows is None else [self._late(chain, chain.follows)]
             parts = [*late, *([self._hoist(chain, chain.hoist)] if chain.hoist is not None else self._joined(chain))]
             return [" and ".join(parts)] if parts else []
-        return [self._sum(chain)] if chain is not None and chain.joined else []
+        if chain is None:
+            return []
+        return [self._sum(chain)] if chain.joined else [self.of_own_part(chain.collective)] if chain.own_part else []
+
+    def of_own_part(self, reduction: Collective) -> str:
+        """The all-reduce of which this rank uses its own part alone. Which part that is the question has."""
+        return f"own: reduce_scatter({reduction.reduce_op}) in place of all_reduce {self._place[reduction.node]}"
 
     def of_bucket(self, bucket: Bucket) -> str:
         """The all-reduces that become one, and between which collectives of the program that is.

@@ -35,6 +35,7 @@ __all__ = [
     "Context",
     "blind_calls",
     "can_be_alone",
+    "can_scatter",
     "groups_on_wire",
     "is_named_for_data",
     "is_on_wire",
@@ -184,6 +185,11 @@ def can_be_alone(collective: Collective) -> bool:
     known = symbolic_sizes.is_contiguous(value) or symbolic_sizes.axes_by_stride(value) is not None
     extreme = collective.kind == "all_reduce" and collective.reduce_op in EXTREMES
     return known and (not reduces or collective.reduce_op in REDUCE_OPS or extreme)
+
+
+def can_scatter(collective: Collective) -> bool:
+    """True for a reduction of a dtype in which torch and asynctp reduce-scatter on all devices."""
+    return value_of(collective.source).dtype in _PLAIN_DTYPES
 
 
 def blind_calls(collectives: Iterable[Collective], config: Config) -> list[Collective]:

@@ -28,7 +28,7 @@ from asynctp_passes.ops.checks import EXTREMES
 from asynctp_passes.planning.bucketing import deviations_of, find_buckets
 from asynctp_passes.planning.decide import decide_graph, without
 from asynctp_passes.planning.deviations import Words, communicated
-from asynctp_passes.planning.legality import Context, can_be_alone, groups_on_wire, on_wire
+from asynctp_passes.planning.legality import Context, can_be_alone, can_scatter, groups_on_wire, on_wire
 from asynctp_passes.planning.overlap import plan_overlap
 from asynctp_passes.reasons import RESULT_DROPPED, Outcome, Refusal
 from asynctp_passes.torch_private import inductor_order
@@ -85,16 +85,31 @@ class Plan:
         return collective.group_key in self.wire
 
     @functools.cached_property
+    def own_parts(self) -> list[Candidate]:
+        """Those whose all-reduce becomes a reduce-scatter without a matmul, on any device."""
+        left = [one.candidate for one in self.decisions if one.refusal is not None and not one.overlaps_with]
+        dropped = {one.node for one in self.dropped}
+        found = [one for one in left if one.own_part is not None and one.collective.node not in dropped]
+        return [one for one in found if self._scatters_alone(one.collective)]
+
+    def _scatters_alone(self, collective: Collective) -> bool:
+        """True where all ranks of a group on the wire reduce-scatter in place of an all-reduce."""
+        own = self.is_own(collective) and can_be_alone(collective) and can_scatter(collective)
+        text = self.context.words.of_own_part(collective)
+        return own and self.context.refused(collective.group_key, text, collective) is None
+
+    @functools.cached_property
     def alone(self) -> list[Collective]:
-        """Collectives that are not fused, bucketed or overlapped, and that become an op of asynctp's.
+        """Collectives that are not fused, bucketed, overlapped or scattered, and that become an op of asynctp's.
 
         Tensors of a list become a collective each, also on devices without that transport: a peer may multiply one.
         """
+        others = {*self._bucketed, *(one.collective.node for one in self.own_parts)}
         return [
             one.candidate.collective
             for one in self.decisions
             if one.refusal is not None and not one.overlaps_with and one.refusal.reason is not RESULT_DROPPED
-            if one.candidate.collective.node not in self._bucketed and self._goes_alone(one.candidate)
+            if one.candidate.collective.node not in others and self._goes_alone(one.candidate)
         ]
 
     @functools.cached_property
@@ -107,7 +122,15 @@ class Plan:
 
         Not those tensors of a list that become a collective of torch's each, on a device without that transport.
         """
-        return {collective.node for collective in self.alone if on_wire(collective)}
+        own_parts = (one.collective for one in self.own_parts)
+        return {collective.node for collective in (*self.alone, *own_parts) if on_wire(collective)}
+
+    def op_alone(self, collective: Collective) -> str:
+        """The op of asynctp's by which a collective goes without a matmul; empty where it does not."""
+        if collective.node not in self.accelerated:
+            return ""
+        scatters = any(one.collective is collective for one in self.own_parts)
+        return "asynctp::reduce_scatter" if scatters else f"asynctp::{collective.kind}"
 
     def outcome(self, decision: Decision) -> Outcome:
         """The outcome of a collective of this plan. Its reason comes first: strict counts a miss whatever is done."""
@@ -237,6 +260,10 @@ def questions_of(plan: Plan) -> list[Question]:
         texts.setdefault(group, []).append(text)
     for bucket in plan.buckets:
         texts.setdefault(bucket.collective.group_key, []).append(words.of_bucket(bucket))
+    for part in plan.own_parts:
+        texts.setdefault(part.collective.group_key, []).append(words.of_own_part(part.collective))
+    scattered = [*(one.candidate for one in plan.decisions if one.refusal is None), *plan.own_parts]
+    ranks = {one.collective.group_key: one.own_part.rank for one in scattered if one.own_part is not None}
     for gather in (one.collective for one in plan.candidates if one.collective.node in plan.used):
         told = keeps if plan.used[gather.node] else could
         told.setdefault(gather.group_key, []).append(words.of_kept(gather))
@@ -254,6 +281,7 @@ def questions_of(plan: Plan) -> list[Question]:
             keeps=sorted_texts(keeps, group),
             can_keep=sorted_texts(could, group),
             joint=joint.get(group, ()),
+            rank=ranks.get(group, -1),
         )
         for group, key in communicates.items()
     ]

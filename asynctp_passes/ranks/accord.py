@@ -199,7 +199,7 @@ class _Board:
         self.function = f"a graph with {question.communicates}" if function is None else function.base
         self._at = f"asynctp/{peers.life}/{self.function}/{question.phase}"
         self._for_all = f"asynctp/{peers.life}"
-        self._refuses = _refuses(peers, config)
+        self._refuses = _refuses(peers, config, question)
         asked = [question.deviations, *((text,) for text in question.keeps)] if not self._refuses else [()]
         provenance = _provenance(config)
         self._told = {self._digest(texts, provenance): texts for texts in asked}
@@ -404,12 +404,14 @@ def _wait(boards: Sequence[_Board]) -> None:
             break
 
 
-def _refuses(peers: process_groups.Peers, config: Config) -> str:
+def _refuses(peers: process_groups.Peers, config: Config, question: Question) -> str:
     """Why this rank refuses all deviations in a group; empty if it does not."""
     if not config.deviate:
         return REFUSES_ALL
     if dynamo.suppresses_errors():
         return _SUPPRESSED
+    if question.rank not in (-1, peers.ranks.index(peers.rank)):
+        return f"the graph was compiled for rank {question.rank} of the group"
     reason = ops.compares_calls(len(peers.ranks))[0] if process_groups.uses_gpus() else ""
     return f"nothing compares calls of this group ({reason})" if reason else ""
 

@@ -80,15 +80,19 @@ def _tag(graph: fx.Graph, config: Config, attempt: UndoOnError) -> None:
     }
     done, told = attempt.agree(communicated(one.candidate.collective for one in decisions), wanted)
     for one in done:
-        partitioner.save_instead(one.collective.waits, one.tagged)
+        partitioner.save_instead(one.results, one.tagged)
     note_joint(graph, told)
 
 
 class _Sum(NamedTuple):
-    """A reduction of a forward, of products that are tagged to be saved; `tagged`: from these to what is reduced."""
+    """A reduction of a forward, of products that are tagged to be saved; `tagged`: from these to what is reduced.
+
+    `results` are what the rank uses of it: all of it, or its own part.
+    """
 
     collective: Collective
     tagged: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
 
 
 def _sums_to_save(graph: fx.Graph, decisions: Sequence[Decision]) -> list[_Sum]:
@@ -106,7 +110,10 @@ def _sums_to_save(graph: fx.Graph, decisions: Sequence[Decision]) -> list[_Sum]:
         if one.refusal is not None or not isinstance(chain, ScatterChain) or chain.joined or own.node in backward:
             continue
         tagged = tuple(node for node in (*nodes_of(chain.matmuls), *chain.views) if partitioner.is_saved(node))
-        saved = any(map(partitioner.is_saved, own.results)) or any(owners[node] in program for node in own.results)
+        part = chain.own_part
+        results = own.waits if part is None or part.by_place else part.ends
+        ends = (*own.results, *results)
+        saved = any(map(partitioner.is_saved, ends)) or any(owners[node] in program for node in ends)
         if tagged and own.waits and not saved:
-            found.append(_Sum(own, tagged))
+            found.append(_Sum(own, tagged, results))
     return found

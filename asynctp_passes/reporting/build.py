@@ -51,6 +51,8 @@ _UNSHARDED = (
     "sequence (SequenceParallel, Shard(1) outputs) to overlap that too"
 )
 
+_OWN_PART = "a reduce-scatter in place of the all-reduce, since each rank uses its own part of the sum alone"
+_LITTLE = "little overlaps, since the matmuls are small beside what is sent"
 _CUT_FOR_DDP = (
     "set torch._dynamo.config.optimize_ddp = False, if the program has a matmul next to it. Torch cuts graphs of "
     "DistributedDataParallel into pieces, and may have cut between the two"
@@ -61,8 +63,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
     """The report of a plan that has not been done yet, with notes of what the ranks refused."""
     buckets, phase = tuple(_bucketed(bucket) for bucket in plan.buckets), phase_of(graph)
     remarks = tuple(
-        _remark(one, phase, plan.outcome(one), one.candidate.collective.node in plan.accelerated)
-        for one in plan.decisions
+        _remark(one, phase, plan.outcome(one), plan.op_alone(one.candidate.collective)) for one in plan.decisions
     )
     if config.invariant == "batch":
         pairs = zip(remarks, plan.candidates, strict=True)
@@ -79,7 +80,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
         plan_digest=_plan_digest(remarks, buckets),
         buckets=buckets,
         questions=tuple(one.with_answer(answers[one.group]) for one in questions),
-        notes=(*torch_notes.notes(graph, phase), *_bits(remarks, config), *ranks_differ),
+        notes=(*torch_notes.notes(graph, phase), *_bits(remarks, config), *ranks_differ, *_own_parts(plan)),
         matmuls=sum(map(is_matmul, graph.nodes)),
         crossings=() if phase == "backward" else crossings_of(graph, _unfused(plan.decisions, config)),
     )
@@ -96,6 +97,12 @@ def _bits(remarks: Sequence[Remark], config: Config) -> list[Note]:
     if not fused or config.invariant == "off":
         return []
     return [Note("bits", _INVARIANT if all(one.invariant for one in fused) else _VARIANT)]
+
+
+def _own_parts(plan: Plan) -> list[Note]:
+    """The all-reduces without a matmul of which each rank uses its own part alone."""
+    names = ", ".join(one.collective.node.name for one in plan.own_parts)
+    return [Note("own", f"{_OWN_PART}: {names}")] if names else []
 
 
 def _unfused(decisions: Sequence[Decision], config: Config) -> list[Collective]:
@@ -120,7 +127,7 @@ def _bucketed(bucket: Bucket) -> Bucketed:
     )
 
 
-def _remark(decision: Decision, phase: str, outcome: Outcome, accelerated: bool = False) -> Remark:
+def _remark(decision: Decision, phase: str, outcome: Outcome, op: str = "") -> Remark:
     candidate, refusal = decision.candidate, decision.refusal
     collective = candidate.collective
     kind = _kind(candidate)
@@ -144,7 +151,7 @@ def _remark(decision: Decision, phase: str, outcome: Outcome, accelerated: bool 
             name=reason.name,
             message=str(refusal),
             hint=_CUT_FOR_DDP if cut else reason.hint_for(collective.kind),
-            op=f"asynctp::{collective.kind}" if accelerated else "",
+            op=op,
             **common,  # type: ignore[arg-type]
         )
     return Remark(outcome=outcome, **_fused_facts(candidate, kind), **common)  # type: ignore[arg-type]
@@ -169,7 +176,9 @@ def _first(place_of: Callable[[fx.Node], str | None], candidate: Candidate) -> s
 
 def _shapes(candidate: Candidate) -> dict[str, str]:
     collective, chain = candidate.collective, candidate.chain
-    shapes = {"input": describe(collective.input), "output": describe(collective.node)}
+    part = chain.own_part if isinstance(chain, ScatterChain) else None
+    output = collective.node if part is None or part.by_place else part.ends[0]
+    shapes = {"input": describe(collective.input), "output": describe(output)}
     if chain is not None:
         products = [f"{describe(matmul.a)} @ {describe(matmul.b)}" for matmul in chain.matmuls]
         shapes["matmul"] = (", " if collective.kind == "all_gather" else " + ").join(products)
@@ -184,6 +193,8 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
             _gather_notes(candidate, chain) if isinstance(chain, GatherChain) else _reduction_notes(candidate, chain)
         )
         costs = cost_model.cost_of(chain)
+        if share := cost_model.overlaps_little(costs, chain.matmuls[0].a):
+            notes.append(f"{_LITTLE}: by the cost model they take {share} of the time of what they overlap with")
         facts |= {
             "message": "; ".join(notes),
             "keeps_gather": chain.hoist is not None and bool(chain.hoist.still_needed_by),
@@ -207,9 +218,10 @@ def _gather_notes(candidate: Candidate, chain: GatherChain) -> list[str]:
 
 def _reduction_notes(candidate: Candidate, chain: ScatterChain) -> list[str]:
     """Notes on a fused reduction."""
-    unsharded = [_UNSHARDED] if candidate.collective.kind == "all_reduce" else []
+    unsharded = [_UNSHARDED] if chain.placement is None else []
     weights = [_LIKE_WEIGHTS] if candidate.weights else unsharded
-    return [*_summed(chain), *_added(chain), *_multiplied(chain), *_converted(chain), *weights]
+    own = [_OWN_PART] if chain.own_part is not None else []
+    return [*own, *_summed(chain), *_added(chain), *_multiplied(chain), *_converted(chain), *weights]
 
 
 def _summed(chain: ScatterChain) -> list[str]:

@@ -133,7 +133,7 @@ class Bucketed:
         return _bucketed_text(self)
 
 
-NoteKind = Literal["breaks", "opaque", "bits", "torch", "ranks", "calls"]
+NoteKind = Literal["breaks", "opaque", "bits", "torch", "ranks", "own", "calls"]
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,9 @@ class Note:
 
     Attributes:
         kind: `"breaks"`: torch broke graphs of this process. `"opaque"`: ops that may communicate. `"bits"`: what they
-            may depend on. `"torch"`: a bug of this torch. `"ranks"`: what is left out since a rank does
-            not do it. `"calls"`: why the generated code does not call the fused ops directly.
+            may depend on. `"torch"`: a bug of this torch. `"ranks"`: what is left out since a rank does not do it.
+            `"own"`: the all-reduces without a matmul that are reduce-scatters. `"calls"`: why the generated code does
+            not call the fused ops directly.
         text: The note.
     """
 
@@ -153,7 +154,7 @@ class Note:
     @property
     def informs(self) -> bool:
         """Whether it is for information, and no warning."""
-        return self.kind in ("opaque", "bits", "calls")
+        return self.kind in ("opaque", "bits", "own", "calls")
 
     def __str__(self) -> str:
         """The text."""

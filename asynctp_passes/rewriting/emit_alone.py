@@ -2,6 +2,7 @@
 
 (x, y) → all_reduce_coalesced → wait+         becomes   x → all_reduce → wait,   y → all_reduce → wait
 (x → all_reduce → wait)+                      becomes   x+ → cat → all_reduce → wait → split → clone+
+x → all_reduce → wait → view* → own part      becomes   x → reduce_scatter → wait → view?
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from torch import fx
 from asynctp_passes import ops
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import WAIT, left_items
-from asynctp_passes.ir.nodes import arguments, op_name, tensor_of, value_of
+from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, value_of
 from asynctp_passes.ir.sizes import divided
 from asynctp_passes.layout.propagation import views_of
-from asynctp_passes.matching.chains import Bucket
+from asynctp_passes.matching.chains import Bucket, OwnPart
 from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.ops.calls import INVARIANT
 from asynctp_passes.planning.legality import on_wire
@@ -29,7 +30,16 @@ from asynctp_passes.rewriting.cleanup import erase_unused, shared_by
 from asynctp_passes.rewriting.places import mark_items
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["OWN_OPS", "emit_alone", "emit_bucket", "emit_left_items", "options_of", "use_own_op"]
+__all__ = [
+    "OWN_OPS",
+    "emit_alone",
+    "emit_bucket",
+    "emit_left_items",
+    "emit_own_parts",
+    "give_own_part",
+    "options_of",
+    "use_own_op",
+]
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 OWN_OPS = {
@@ -90,6 +100,37 @@ def _emit(build: Builder, collective: Collective) -> None:
     build.replace(node, result, unless=collective.waits)
     for wait in collective.waits:
         build.replace(wait, result)
+
+
+def emit_own_parts(state: RewriteState) -> None:
+    """Make a reduce-scatter of each all-reduce of which this rank, as every other one, uses its own part alone."""
+    for candidate in state.plan.own_parts:
+        collective, part = candidate.collective, candidate.own_part
+        assert part is not None
+        build = Builder(state, Site(collective), collective.start)
+        for reader in [user for node in collective.results for user in node.users if is_size(user)]:
+            reader.args = (build.now(collective.source), *reader.args[1:])
+        blocks = build.reshape(build.now(collective.source), (collective.group_size, *part.shape))
+        ours = on_wire(collective)
+        op, options = (OWN_OPS if ours else _TORCHS)["reduce_scatter"], options_of(state, collective) if ours else {}
+        how = (collective.reduce_op, collective.group_size, collective.group)
+        done = build.call(_c10d.wait_tensor.default, build.call(op, build.contiguous(blocks), *how, **options))
+        give_own_part(build, collective, part, build.reshape(done, part.shape))
+        erase_unused(state.graph, {*part.nodes, *collective.results})
+
+
+def give_own_part(build: Builder, collective: Collective, part: OwnPart, own: fx.Node) -> None:
+    """Give this rank's part of a sum to the users of that, of which those by place see zeros around it."""
+    for node in part.ends:
+        build.replace(node, build.reshape(own, build.shape(node)))
+    if not part.by_place:
+        return
+    around = [part.rank, collective.group_size - 1 - part.rank]
+    first = build.reshape(own, (1, *part.shape))
+    whole = build.call(_aten.constant_pad_nd.default, first, [*[0, 0] * len(part.shape), *around], 0)
+    whole = build.reshape(whole, build.shape(collective.node))
+    for node in collective.results:
+        build.replace(node, whole, unless=collective.waits)
 
 
 def _started_with(build: Builder, collective: Collective) -> list[Any]:

@@ -4,6 +4,7 @@ mm+ → view* → add* → reduce_scatter → wait    becomes   a+, b+ → view?
 (mm, x)+ → view* → add* → reduce_scatter …    becomes   a+, b+, x+ → view? → add* → matmul_reduce_scatter …
 mm+ → view* → add* → pad → reduce_scatter …   becomes   a+ → pad, b+ → matmul_reduce_scatter → view?
 mm+ → view* → add* → all_reduce → wait        becomes   a+, b+ → matmul_all_reduce → view*
+mm+ → view* → … → wait → view* → own part     becomes   a+, b+ → view? → matmul_reduce_scatter → view?
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from asynctp_passes.layout.propagation import is_sum
 from asynctp_passes.matching.chains import ScatterChain, Term
 from asynctp_passes.rewriting.builder import Builder
 from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
-from asynctp_passes.rewriting.emit_alone import options_of
+from asynctp_passes.rewriting.emit_alone import give_own_part, options_of
 from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale, shape_of_scales
 
 __all__ = ["emit_reduction"]
@@ -47,7 +48,8 @@ def _emit_scatter(build: Builder, chain: ScatterChain, place: ScatterPlacement) 
         a_parts = [_rows_as_sent(build, chain, build.now(matmul.a)) for matmul in chain.matmuls]
     scatter_dim = value_of(a_parts[0]).dim() - (1 if place.axis == "columns" else 2)
     op = _call_reduction(build, chain, a_parts, (scatter_dim,), (scatter.group_size,))
-    out = build.reshape(build.contiguous(op), build.shape(scatter.node))
+    shape = build.shape(scatter.node) if chain.own_part is None else chain.own_part.shape
+    out = build.reshape(build.contiguous(op), shape)
     _give_result(build, chain, out)
     return op
 
@@ -119,7 +121,7 @@ def _call_reduction(
         b_scales = [column_scale(build, one) for one in scaled]
         scales = [a_scales, b_scales, scaled[0].out_dtype, scaled[0].use_fast_accum]
     given = {name: value for name, value in optional.items() if value is not None}
-    op = getattr(torch.ops.asynctp, f"matmul_{collective.kind}").default
+    op = getattr(torch.ops.asynctp, chain.kind).default
     how = (collective.reduce_op, *where, *size, collective.group)
     return build.call(op, a_parts, b_parts, biases, *how, *scales, **given, **options_of(build.state, collective))
 
@@ -194,11 +196,14 @@ def _times(build: Builder, node: fx.Node, term: Term) -> fx.Node:
 
 
 def _give_result(build: Builder, chain: ScatterChain, out: fx.Node) -> None:
-    """Give the reduced tensor to the users of the collective's result.
+    """Give the reduced tensor to the users of the collective's result, or of the part that the rank uses.
 
     Where it is the sum of several results, each gives way to it, and so does each addition after them; what else these
     add is added here.
     """
+    if chain.own_part is not None:
+        give_own_part(build, chain.collective, chain.own_part, out)
+        return
     for term in chain.added_after:
         shaped = build.reshape(build.now(term.node), build.shape(out))
         out = build.call(_aten.add.Tensor, out, _times(build, shaped, term))

@@ -13,7 +13,13 @@ from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.plan import Plan
 from asynctp_passes.rewriting.builder import Builder, RewriteState
 from asynctp_passes.rewriting.cleanup import erase_dropped, erase_unused, replaced_nodes, shared_by
-from asynctp_passes.rewriting.emit_alone import emit_alone, emit_bucket, emit_left_items, options_of
+from asynctp_passes.rewriting.emit_alone import (
+    emit_alone,
+    emit_bucket,
+    emit_left_items,
+    emit_own_parts,
+    options_of,
+)
 from asynctp_passes.rewriting.emit_gather import emit_gather
 from asynctp_passes.rewriting.emit_on_shard import nodes_after_kept_gather
 from asynctp_passes.rewriting.emit_reduction import emit_reduction
@@ -29,7 +35,8 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
 
     Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are, where the device allows that;
-    tensors of a list become collectives of their own on any device. The all-reduces of a bucket become one, and what
+    tensors of a list become collectives of their own on any device. An all-reduce of which each rank uses its own part
+    alone becomes a reduce-scatter. The all-reduces of a bucket become one, and what
     that waits for moves in front of it. Unused nodes are erased, the `dropped` collectives too, nodes move to where
     they belong (`schedule`), overlapped collectives beside their matmuls, and the graph is linted. With `store_scales`,
     small tensors are stored that many elements meet (`scales_to_store`). A graph that does not communicate stays.
@@ -52,6 +59,7 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     for chain, place in zip(plan.chains, places, strict=True):
         _replace_chain(state, chain, place, moves)
     emit_alone(state)
+    emit_own_parts(state)
     for bucket, front in zip(plan.buckets, fronts, strict=True):
         moves.early.append(emit_bucket(state, bucket, front))
     erase_dropped(graph, plan.dropped)

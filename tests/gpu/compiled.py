@@ -97,6 +97,16 @@ class SummedReductions(Functional):
         return other + x + all_reduce(torch.relu(x @ self.up) @ self.down, "sum", group)
 
 
+class OwnRows(Functional):
+    """Sums of which each rank uses its own rows alone: of a product, and of what no matmul made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        group, rank, rows = dist.group.WORLD, dist.get_rank(), x.shape[0] // dist.get_world_size()
+        product = all_reduce(torch.relu(x @ self.up) @ self.down, "sum", group)
+        other = all_reduce(torch.sin(x) * (1 + rank), "sum", group)
+        return torch.relu(product[rank * rows : (rank + 1) * rows]) + torch.cos(other.view(-1, rows, WIDTH)[rank])
+
+
 class OfLargest(SequenceParallel):
     """Two largest elements over all ranks, which one all-reduce finds, scale what is gathered and what is scattered."""
 
@@ -227,6 +237,7 @@ PROGRAMS: dict[str, tuple[Callable[[DeviceMesh], Program], Found]] = {
     "sequence-parallel": (functional(SequenceParallel), Found(4)),
     "all-reduce": (functional(Replicated), Found(1)),
     "sum of all-reduces": (functional(SummedReductions), Found(2)),
+    "own rows of all-reduces": (functional(OwnRows), Found(1)),
     "gather used twice": (functional(TwoUses), Found(4)),
     "scatter in flight": (functional(ScatterInFlight), Found(4, in_flight=1)),
     "largest elements": (functional(OfLargest), Found(4)),

@@ -120,6 +120,17 @@ def test_a_rank_that_came_as_far_without_it_refuses_it_at_once(two: Two) -> None
     assert not answer.accord
 
 
+def test_each_rank_has_its_own_part(two: Two) -> None:
+    """The same text on all ranks; a graph of another rank's, as from a cache, is about another part."""
+    own = Question("g", "forward", "k", ("own: x",))
+    first, second = two.both(dataclasses.replace(own, rank=0), dataclasses.replace(own, rank=1))
+    assert first.agreed == second.agreed == {"own: x"}
+    assert first.accord == second.accord > 0
+    other = two.ask(1, dataclasses.replace(own, rank=0))
+    assert "the graph was compiled for rank 0 of the group" in other.refused["own: x"]
+    assert not other.accord
+
+
 def test_a_rank_with_other_collectives_is_named(two: Two) -> None:
     two.ask(1, Question("g", "forward", "other"))
     with at_once():

@@ -20,7 +20,7 @@ from passes import run_pass
 from profiles import THOROUGH
 from rank_lockstep import OWN_TRANSPORT, RIGHT, Setting, Verdict, accord_of, check
 from rank_pool import SABOTAGES, WAIT_S, judge_on_ranks
-from rank_programs import KINDS, PLAIN, Program, focused, mixed, smaller
+from rank_programs import KINDS, PLAIN, Program, focused, mixed, of_own_parts, smaller
 from rank_variations import VARIATIONS
 from rank_writer import Outline, Stage
 from ranks import PATIENCE
@@ -42,6 +42,7 @@ FOUND: dict[str, tuple[tuple[int, int], ...]] = {
 }
 """Seeds and numbers of ranks that showed a fault of a kind, where seed 0 does not: they are judged ever since."""
 
+GROUPS = {"ALL": ((0, 1),), "SIDE": ((0, 1),)}
 PER_KIND, MIXED = (80, 1_000) if THOROUGH else (1, 8)
 ON_RANKS_PER_KIND, ON_RANKS_MIXED = (3, 50) if THOROUGH else (0, 3)
 
@@ -86,6 +87,27 @@ def test_forms_that_ranks_run_apart_in_lockstep(part: int, own_transport: bool) 
     for seed in range(part, MIXED, 4):
         judge = partial(check, setting=Setting(own_transport, apart=True, refusing=seed if seed % 2 else None))
         assert_right([mixed(seed, 4 if seed % 4 == 3 else 2)], judge)
+
+
+@pytest.mark.parametrize("setting", [Setting(), OWN_TRANSPORT, Setting(apart=True), Setting(True, apart=True)])
+@pytest.mark.parametrize("part", range(2))
+def test_own_parts_of_sums_in_lockstep(part: int, setting: Setting) -> None:
+    """All-reduces that become reduce-scatters where all ranks use their own parts alone, and others."""
+    for seed in range(part, MIXED, 2):
+        judge = partial(check, setting=replace(setting, refusing=seed if seed % 5 == 4 else None))
+        assert_right([of_own_parts(seed, 4 if seed % 4 == 3 else 2)], judge)
+
+
+def test_own_parts_of_sums_are_scattered() -> None:
+    """So that the programs above are about something."""
+    found = []
+    for seed in range(12):
+        program = of_own_parts(seed)
+        _, reports, _ = rank_lockstep.rewrite_all([rank_lockstep.trace(program, rank) for rank in range(2)], GROUPS)
+        found += [
+            text for one in reports for question in one.questions if question.done for text in question.deviations
+        ]
+    assert sum(text.startswith("own: ") for text in found) > 8
 
 
 def of_kind(kind: str, count: int) -> list[Program]:

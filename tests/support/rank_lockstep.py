@@ -35,6 +35,7 @@ from asynctp_passes import Report, ops
 from asynctp_passes.ir.records import Answer, Question
 from asynctp_passes.planning import overlap
 from asynctp_passes.ranks import undo
+from asynctp_passes.torch_private import process_groups
 
 __all__ = [
     "OWN_TRANSPORT",
@@ -216,7 +217,12 @@ def rewrite_all(
             accords[rank] = {one.group: said.accord for one, said in zip(questions, answers, strict=True)}
             return answers
 
+        def peers(group: str) -> tuple[int, ...]:
+            return next(ranks for ranks in groups[group] if rank in ranks)
+
         with (
+            mock.patch.object(process_groups, "size_of_group", lambda group: len(peers(group))),
+            mock.patch.object(process_groups, "rank_in_group", lambda group: peers(group).index(rank)),
             mock.patch.object(undo, "ask", ask),
             mock.patch.object(ops, "on_wire", return_value=setting.own_transport),
         ):

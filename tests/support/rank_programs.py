@@ -24,7 +24,7 @@ from rank_variations import NAMES, VARIATIONS, Variation
 from rank_writer import LATER, Outline, Stage, Value, Writer
 from torch import Tensor
 
-__all__ = ["DYNAMIC", "HELPERS", "KINDS", "PLAIN", "Program", "focused", "mixed", "smaller"]
+__all__ = ["DYNAMIC", "HELPERS", "KINDS", "PLAIN", "Program", "focused", "mixed", "of_own_parts", "smaller"]
 
 PLAIN = {"gather": "multiply", "scatter": "partial", "reduce": "partial", "maximum": "largest"}
 """What a rank does that does nothing unusual, by kind of stage."""
@@ -163,6 +163,7 @@ HELPERS: dict[str, Any] = {"torch": torch, "gather": gather, "scatter": scatter,
 
 
 # --- generating ---------------------------------------------------------------------------------------------
+_OWN_PARTS = ("own_part", "own_part_of_turned")
 _KINDS = ("gather", "gather", "scatter", "scatter", "reduce", "maximum")
 _DTYPES = ("float32", "float32", "bfloat16", "float16")
 
@@ -212,6 +213,28 @@ def mixed(seed: int, world: int = 2, without: Sequence[str] = ()) -> Program:
     dynamic = tuple(DYNAMIC not in without and draw.random() < 0.15 for _ in range(world))
     origin = f"mixed({seed}, {world}{f', {tuple(sorted(without))}' if without else ''})"
     return Program(origin, _outline(draw, seed, world), tuple(stages), tuple(variations), dynamic)
+
+
+def of_own_parts(seed: int, world: int = 2) -> Program:
+    """A program with all-reduces of which mostly all ranks use their own parts alone.
+
+    Args:
+        seed: Of all choices.
+        world: Number of ranks, even.
+    """
+    draw = random.Random(f"own parts/{seed}/{world}")
+    kinds = [draw.choice(("reduce", "reduce", "reduce", "gather", "scatter")) for _ in range(draw.randint(1, 3))]
+    stages = [replace(_stage(draw, key, kind), dim=0) for key, kind in enumerate(kinds)]
+    looks = [*_OWN_PARTS, "part_of_the_next", "more_than_its_part", "other_parts", "partial", "nothing_multiplied"]
+    by_stage = []
+    for stage in stages:
+        names = _OWN_PARTS if draw.random() < 0.6 else looks
+        reduces = stage.kind == "reduce"
+        by_stage.append([draw.choice(names) if reduces else PLAIN[stage.kind] for _ in range(world)])
+    dynamic = tuple(draw.random() < 0.1 for _ in range(world))
+    variations = tuple(zip(*by_stage, strict=True))
+    origin = f"of_own_parts({seed}, {world})"
+    return Program(origin, _outline(draw, seed, world), tuple(stages), variations, dynamic)
 
 
 def _any_of(draw: random.Random, stage: Stage, later: Sequence[Stage], without: Sequence[str]) -> str:

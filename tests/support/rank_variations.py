@@ -412,6 +412,79 @@ def partial_used(w: Writer, stage: Stage) -> Steps:
     _kept(w, stage, (yield z))
 
 
+def _own_part(w: Writer, stage: Stage, r: Value, shift: int = 0) -> None:
+    """Uses this rank's part of a sum, in one of several spellings; with a shift, another rank's."""
+    ranks, shape = w.outline.size(stage.group), r.shape
+    place = (w.place(stage.group) + shift) % ranks
+    if shape[0] % ranks or w.random.random() < 0.3:
+        shape = (shape[0] * shape[1],)
+        r = w.let("r", f"{r}.view(-1)", shape, r.dtype)
+    count, old = shape[0] // ranks, str(r)
+    spellings: Sequence[str] = (
+        f"{r}[{place * count}:{(place + 1) * count}]",
+        f"{r}.narrow(0, {place * count}, {count})",
+        f"{r}.chunk({ranks})[{place}]",
+        f"torch.tensor_split({r}, {ranks})[{place}]",
+        f"{r}.view({ranks}, {count}, *{r}.shape[1:])[{place}]",
+        f"{r}[{place * count}:][:{count}]",
+    )
+    if w.random.random() < 0.3:
+        other = w.input("y", shape, r.dtype)
+        r = w.let(
+            "r", w.random.choice((f"{r} + {other}", f"torch.relu({r}) * {other}", f"{r} + {r}.abs()")), shape, r.dtype
+        )
+        spellings = [spelling.replace(old, str(r)) for spelling in spellings]
+    part = w.let("o", w.random.choice(spellings), (count, *shape[1:]), r.dtype)
+    if w.random.random() < 0.3:
+        w.returns(w.let("q", f"{part} * {part}.float().square().mean().to({part}.dtype)"))
+    w.returns(w.let("o", f"torch.relu({part})"))
+
+
+@variation("reduction", kind="reduce")
+def own_part(w: Writer, stage: Stage) -> Steps:
+    """Uses its own part of the sum alone."""
+    before = w.random.choice((partial, nothing_multiplied, residual, two_terms, factor, bias_before, batched))
+    _own_part(w, stage, (yield next(before(w, stage))))
+
+
+@variation("reduction", kind="reduce")
+def own_part_of_turned(w: Writer, stage: Stage) -> Steps:
+    """Uses its own part alone of a sum of what is rearranged, or converted."""
+    before = w.random.choice((rows_permuted_before, transposed_product, uneven_depth, no_depth, partial_used))
+    _own_part(w, stage, (yield next(before(w, stage))))
+
+
+@variation("reduction", kind="reduce")
+def part_of_the_next(w: Writer, stage: Stage) -> Steps:
+    """Uses the next rank's part of the sum alone."""
+    _own_part(w, stage, (yield next(partial(w, stage))), shift=1)
+
+
+@variation("reduction", kind="reduce")
+def more_than_its_part(w: Writer, stage: Stage) -> Steps:
+    """Uses its own part of the sum, and something beside it."""
+    r = yield next(w.random.choice((partial, nothing_multiplied))(w, stage))
+    _own_part(w, stage, r)
+    _own_part(w, stage, r, shift=1)
+
+
+@variation("reduction", kind="reduce")
+def other_parts(w: Writer, stage: Stage) -> Steps:
+    """Uses a part of the sum that is none of the ranks': of another size, or of the columns."""
+    r = yield next(w.random.choice((partial, nothing_multiplied))(w, stage))
+    ranks, place, (rows, columns) = w.outline.size(stage.group), w.place(stage.group), r.shape
+    wide = columns // ranks
+    spellings = (
+        f"{r}[:, {place * wide}:{(place + 1) * wide}]",
+        f"{r}[{rows // 2}:]",
+        f"{r}[:{rows // 2}]",
+        f"{r}[{place}::{ranks}]",
+        f"{r}.t()[{place * wide}:{(place + 1) * wide}]",
+        f"{r}[{place}:{place + 1}]",
+    )
+    w.returns(w.let("o", f"torch.relu({w.random.choice(spellings)})"))
+
+
 @variation("reduction")
 def result_used(w: Writer, stage: Stage) -> Steps:
     """Logs a statistic of the sum."""

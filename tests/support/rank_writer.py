@@ -150,6 +150,10 @@ class Writer:
         return "\n".join([head, *notes, *body, f"    return ({''.join(f'{name}, ' for name in results)})", ""])
 
     # --- what variations use ---
+    def place(self, group: str) -> int:
+        """The rank's number in a group."""
+        return next(ranks.index(self.rank) for ranks in self.outline.groups()[group] if self.rank in ranks)
+
     def input(self, stem: str, shape: Sequence[int], dtype: str, power: int = 0) -> Value:
         """A new argument."""
         self.inputs.append(Input(self._name(stem), tuple(shape), dtype, power))

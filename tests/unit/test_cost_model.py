@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from graph_builder import GraphBuilder
+from passes import run_pass
 
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.cost_model import Cost, Machine
@@ -102,3 +103,20 @@ def test_an_fp8_matmul_takes_half_the_time_and_hides_half_as_much() -> None:
     assert cost_model.overlaps(int(least), flops, plain)
     assert not cost_model.overlaps(int(least), round(flops / cost_model.FP8_SPEED), scaled)
     assert cost_model.work_of(rows) is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "little"),
+    [(8, torch.bfloat16, True), (1024, torch.bfloat16, False), (8, torch.float32, False)],
+)
+def test_a_fused_chain_that_overlaps_little_says_so(columns: int, dtype: torch.dtype, little: bool) -> None:
+    """A router's matmul beside the gather of all tokens, and a projection beside it."""
+    b = GraphBuilder()
+    x, w = b.input("x", [1024, 4096], dtype), b.input("w", [4096, columns], dtype)
+    (remark,) = run_pass(b.returns(b.mm(b.gather(x), w))).fused
+    assert ("they take 1% of the time" in remark.message) == little
+    assert ("little overlaps" in remark.message) == little
+
+
+def test_a_chain_of_few_bytes_is_mostly_latency() -> None:
+    assert cost_model.overlaps_little(Cost(cost_model.LATENCY_BYTES - 1, 1), GraphBuilder().input("x", [4, 4])) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from asynctp_passes import Config
 from asynctp_passes.remat.joint import run_joint
-from asynctp_passes.torch_private import partitioner
+from asynctp_passes.torch_private import partitioner, process_groups
 
 SAVE = CheckpointPolicy.MUST_SAVE
 AGAIN = CheckpointPolicy.PREFER_RECOMPUTE
@@ -61,6 +62,19 @@ def awaited_by_the_program(b: GraphBuilder, product: Node) -> Node:
 @pytest.mark.parametrize("build", [all_reduced, scattered])
 def test_the_sum_is_saved_in_place_of_the_product(build: Callable[[GraphBuilder, Node], Node]) -> None:
     assert joint(build, {"mm": SAVE}) == {"mm": AGAIN, "wait_tensor": SAVE}
+
+
+def own_rows(b: GraphBuilder, product: Node) -> Node:
+    return b.relu(b.call(torch.ops.aten.slice.Tensor, b.all_reduce(product), 0, 4, 8))
+
+
+def test_of_a_sum_of_which_the_rank_uses_its_own_part_alone_that_is_saved() -> None:
+    """Else the whole had another user, and could not be reduce-scattered."""
+    with (
+        mock.patch.object(process_groups, "size_of_group", return_value=2),
+        mock.patch.object(process_groups, "rank_in_group", return_value=1),
+    ):
+        assert joint(own_rows, {"mm": SAVE}) == {"mm": AGAIN, "slice_1": SAVE}
 
 
 def test_a_tag_to_compute_the_sum_again_goes() -> None:
