@@ -3,6 +3,9 @@
 torch.compile's callback (`CatchErrorsWrapper`) is asked for the code of each frame that has none that fits. Where it
 gives none, the frame runs as it is written: at the recompile limit, where the frame is skipped, where an error is
 suppressed. Under some stances it is not asked (`_callback_from_stance`).
+
+Eager collectives of any kind, those of a backward too, come to a `c10d` op. Once a function was given up, Python
+kernels stand in front of these.
 """
 
 from __future__ import annotations
@@ -49,38 +52,46 @@ class _Frame:
 class _Noted:
     """A function with graphs of asynctp's.
 
-    groups: of these. left: called where Dynamo gives it up, and `given_up` has returned; it may raise. at_limit:
-    `_limits` when these ended it.
+    groups: of these. left, communicates: as for `note_groups`. at_limit: `_limits` when these ended it.
     """
 
     name: str
     groups: frozenset[str]
     left: Callable[[GivenUp], None]
+    communicates: Communicates
     at_limit: tuple[int, ...] = ()
 
     def given_up(self, reason: str, remedy: str) -> GivenUp:
         return GivenUp(self.name, self.groups, reason, remedy)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of a function that is given up. has_backward: its collectives may be those of its backward."""
+
+    code: CodeType
+    given_up: GivenUp
+    communicates: Communicates
+    has_backward: bool
+
+
+Communicates = Callable[[GivenUp, str, torch.device], None]
+
+_calls: dict[str, _Call] = {}  # by group: the last one, until its first collective there
 _frames: weakref.WeakKeyDictionary[Any, _Frame] = weakref.WeakKeyDictionary()  # by the context of a compile
 _noted: dict[Any, MutableMapping[CodeType, _Noted]] = {}  # by compiler
 
 
-def note_groups(
-    groups: Iterable[str],
-    given_up: Callable[[GivenUp], None],
-    failed: Callable[[GivenUp], object],
-    left: Callable[[GivenUp], None],
-) -> None:
+def note_groups(groups: Iterable[str], left: Callable[[GivenUp], None], communicates: Communicates) -> None:
     """Note groups of a graph that is compiled, for the function that it is of: its backward may be compiled later.
 
     Does nothing outside of torch.compile.
 
     Args:
         groups: Names of process groups; none for a graph that concerns nobody else.
-        given_up: Called on each call of such a function that runs as it is written, before that. It may raise.
-        failed: Called where such a call raises instead, as with `fullgraph=True` at the recompile limit.
-        left: Called after `given_up`, if no stance of the program's is why; of this function alone. It may raise.
+        left: Called before each call of this function that runs as it is written, if no stance is why. It may raise.
+        communicates: Called before the first collective of such a call, or of its backward, in one of its groups; with
+            the name of that group, and the device of the collective's tensors. It may raise.
     """
     from torch._guards import CompileContext
 
@@ -93,11 +104,11 @@ def note_groups(
     callback = None if frame is None else frame.callback()
     if frame is None or callback is None or not found:
         return
-    _ask_of_frames(given_up, failed)
+    _ask_of_frames()
     codes = _noted_by(callback)
     for code in {frame.code, dynamo.original_code(frame.code)}:
         known = codes[code].groups if code in codes else frozenset()
-        codes[code] = _Noted(function.base, known | found, left)
+        codes[code] = _Noted(function.base, known | found, left, communicates)
 
 
 def _frame_on_stack() -> _Frame | None:
@@ -118,10 +129,9 @@ def callback_on_stack() -> FrameType | None:
 
 
 @functools.cache
-def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenUp], object]) -> None:
+def _ask_of_frames() -> None:
     """Have Dynamo's callbacks tell of the functions that they give up."""
     from torch._dynamo import convert_frame, eval_frame
-    from torch._dynamo.exc import FailOnRecompileLimitHit
     from torch._dynamo.types import ConvertFrameReturn
 
     actions, strategy_of = torch._C._dynamo.eval_frame._FrameAction, torch._C._dynamo.eval_frame._FrameExecStrategy
@@ -135,12 +145,7 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
             result = ConvertFrameReturn(frame_exec_strategy=strategy_of(actions.RUN_ONLY, actions.DEFAULT))
             settle(self, frame, noted, result)
             return result
-        try:
-            result = original(self, frame, *args, **kwargs)
-        except FailOnRecompileLimitHit:
-            if noted:
-                failed(_at_limit(self, frame.f_code, noted))
-            raise
+        result = original(self, frame, *args, **kwargs)
         if result.guarded_code is None and _noted_by(self):
             settle(self, frame, noted, result)
         return result
@@ -155,14 +160,14 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
         noted.at_limit = _limits(code) if strategy.cur_action == actions.RUN_ONLY else ()
         if convert_frame.has_tensor_in_frame(frame):
             found = _at_limit(callback, code, noted) if noted.at_limit else _skipped(noted, result)
-            given_up(found)
             noted.left(found)
+            _await_collectives(code, noted, found)
 
     @functools.wraps(from_stance)
     def callback_from_stance(callback: Any) -> Any:
         chosen = from_stance(callback)
         if (chosen is None or chosen is False) and callable(callback) and _noted_by(callback):
-            return _asking(callback, given_up, chosen is False)
+            return _asking(callback, chosen is False)
         return chosen
 
     convert_frame.CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
@@ -188,7 +193,7 @@ def is_noted(callback: Any, code: CodeType) -> bool:
     return code in _noted_by(callback)
 
 
-def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) -> Callable[..., Any]:
+def _asking(callback: Any, compiled: bool) -> Callable[..., Any]:
     """A callback that gives no code, for a stance without one. compiled: code that there is runs, if it fits."""
     from torch._dynamo import convert_frame, eval_frame, trace_rules
     from torch._dynamo.types import ConvertFrameReturn
@@ -202,12 +207,74 @@ def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) 
         strategy, noted = torch._C._dynamo.eval_frame._FrameExecStrategy, _noted_by(callback).get(frame.f_code)
         if noted and convert_frame.has_tensor_in_frame(frame):
             reason = f"torch.compiler.set_stance({stance!r}) is in force"
-            given_up(noted.given_up(reason, "set one stance on every rank"))
+            _await_collectives(frame.f_code, noted, noted.given_up(reason, "set one stance on every rank"))
         return ConvertFrameReturn(frame_exec_strategy=strategy(actions.SKIP, actions.DEFAULT), apply_to_code=False)
 
     if compiled:
         ask._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # by which Dynamo knows its code
     return ask
+
+
+# --- collectives of what is given up ------------------------------------------------------------------------------
+_COLLECTIVES = (
+    *("allreduce_", "allreduce_coalesced_", "broadcast_", "alltoall_base_"),
+    *("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"),
+    *("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"),
+)
+"""The `c10d` ops of collectives that Dynamo takes into a graph."""
+
+
+def _await_collectives(code: CodeType, noted: _Noted, given_up: GivenUp) -> None:
+    """Have the first collective of a call that begins now told of, in each of the function's groups."""
+    _hook_collectives()
+    call = _Call(code, given_up, noted.communicates, torch.is_grad_enabled())
+    _calls.update(dict.fromkeys(noted.groups, call))
+
+
+@functools.cache
+def _hook_collectives() -> Any:
+    """Put `_collective` in front of the ops of collectives, as long as the returned library lives."""
+    import torch._dynamo
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(_collective.__code__)
+    tell: Any = torch._dynamo.disable(_tell_of_collective)  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name in _COLLECTIVES:
+        if (op := getattr(torch.ops.c10d, name, None)) is not None:
+            kernel = functools.partial(_collective, op.default, tell)
+            library.impl(name, kernel, "BackendSelect", with_keyset=True)  # which every call passes, in all threads
+    return library
+
+
+def _collective(op: Any, tell: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    if _calls:
+        tell(torch._C._dynamo.eval_frame.get_eval_frame_callback(), args)
+    return op.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
+
+
+def _tell_of_collective(callback: Any, args: Any) -> None:
+    """Tell of a collective if it is the first of a call that was given up. callback: Dynamo's, for frames of now."""
+    from torch.utils import _pytree as pytree
+
+    group = next(torch.distributed.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
+    call = _calls.get(group.group_name)
+    if call is None or not _belongs_to(call, callback):
+        return
+    del _calls[group.group_name]
+    device = next(one.device for one in pytree.tree_leaves(args) if isinstance(one, torch.Tensor))
+    call.communicates(call.given_up, group.group_name, device)
+
+
+def _belongs_to(call: _Call, callback: Any) -> bool:
+    """Whether what runs now in this thread is part of a call, or may be of its backward."""
+    node: Any = torch._C._current_autograd_node()
+    if node is not None:
+        return call.has_backward and node.name() != "CompiledFunctionBackward"
+    frame: FrameType | None = sys._getframe() if callback else None  # None in what is not to be compiled
+    while frame is not None and frame.f_code is not call.code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _limits(code: CodeType) -> tuple[int, ...]:
