@@ -33,7 +33,7 @@ from asynctp_passes.ops.register import register
 from asynctp_passes.torch_private import process_groups
 from asynctp_passes.waiting import looks, ranks_named
 
-__all__ = ["begin", "run_check"]
+__all__ = ["begin", "has_begun", "run_check"]
 
 log = logging.getLogger("asynctp_passes.ops")
 
@@ -73,7 +73,12 @@ def begin(group: Any) -> _Runs:
         return _runs.setdefault(group, _Runs())
 
 
-def run_check(accord: int, count: int, group_name: str, what: str = "") -> None:
+def has_begun(group: Any) -> bool:
+    """Whether the ranks of a process group compare runs."""
+    return group in _runs
+
+
+def run_check(accord: int, count: int, group_name: str) -> None:
     """Compare, before a graph communicates in a group, what the ranks run there.
 
     Returns at once where there are no other ranks to ask, as with the fake backend.
@@ -82,7 +87,6 @@ def run_check(accord: int, count: int, group_name: str, what: str = "") -> None:
         accord: What all ranks have agreed on for this graph; 0 for nothing.
         count: How many collectives of the program this check is for.
         group_name: The process group.
-        what: Where this rank runs no graph, what it runs, for errors.
 
     Raises:
         DisagreementError: Another rank runs a graph of another accord, and all ranks raise; a rank has not come within
@@ -95,7 +99,7 @@ def run_check(accord: int, count: int, group_name: str, what: str = "") -> None:
     try:
         if peers.life is None:
             raise RuntimeError("it does not say which of its groups this is")
-        _compare(peers, group_name, own, accord, count, what)
+        _compare(peers, group_name, own, accord, count)
     except DisagreementError:
         raise
     except (RuntimeError, OSError) as error:
@@ -108,24 +112,24 @@ def run_check(accord: int, count: int, group_name: str, what: str = "") -> None:
     own.made += count
 
 
-def _compare(peers: process_groups.Peers, name: str, own: _Runs, accord: int, count: int, what: str) -> None:
+def _compare(peers: process_groups.Peers, name: str, own: _Runs, accord: int, count: int) -> None:
     """Wait until all ranks have said the same of this place.
 
     Raises:
         DisagreementError: One has said something else, or nothing.
     """
-    _say(peers, own, count, accord, what)
+    _say(peers, own, count, accord)
     limit, left = process_groups.group_timeout_s(peers.group), [rank for rank in peers.ranks if rank != peers.rank]
 
     def warn() -> None:
         log.warning(
             "asynctp: waits up to %g s (the timeout of group %r) for %s to run %s. %s",
-            *(limit, name, ranks_named(left), _told(peers, accord, what), _REMEDY),
+            *(limit, name, ranks_named(left), _told(peers, accord), _REMEDY),
         )
 
     for _ in looks(limit, warn, warn_after=WARN_S, pauses=_PAUSES_S):
         for rank in list(left):
-            first, end, theirs, other, raised, why = _said_by(peers, rank)
+            first, end, theirs, raised, why = _said_by(peers, rank)
             if raised > own.raised:
                 raise _give_up(peers, own, why, f" (rank {peers.rank} raises since rank {rank} does)")
             if end <= own.made or raised < own.raised:
@@ -134,7 +138,7 @@ def _compare(peers: process_groups.Peers, name: str, own: _Runs, accord: int, co
                 raise _give_up(
                     *(peers, own),
                     f"asynctp: ranks of group {name!r} run unlike graphs: rank {peers.rank} runs "
-                    f"{_told(peers, accord, what)}, and rank {rank} runs {_told(peers, theirs, other)}. No rank has "
+                    f"{_told(peers, accord)}, and rank {rank} runs {_told(peers, theirs)}. No rank has "
                     f"sent anything. {_REMEDY}",
                 )
             left.remove(rank)  # one that is further on has compared this place
@@ -143,7 +147,7 @@ def _compare(peers: process_groups.Peers, name: str, own: _Runs, accord: int, co
     raise _give_up(
         *(peers, own),
         f"asynctp: {ranks_named(left)} of group {name!r} did not come, within its timeout of {limit:g} s, to "
-        f"what rank {peers.rank} runs: {_told(peers, accord, what)}. A rank may run the program without a compile. "
+        f"what rank {peers.rank} runs: {_told(peers, accord)}. A rank may run the program without a compile. "
         f"Rank {peers.rank} has sent nothing. {_REMEDY}",
     )
 
@@ -155,26 +159,24 @@ def _give_up(peers: process_groups.Peers, own: _Runs, why: str, since: str = "")
     return DisagreementError(why + since)
 
 
-def _say(peers: process_groups.Peers, own: _Runs, count: int = 0, accord: int = 0, what: str = "") -> None:
+def _say(peers: process_groups.Peers, own: _Runs, count: int = 0, accord: int = 0) -> None:
     """Tell the others of the collectives that come next."""
-    record = own.made, own.made + count, accord, what, own.raised, own.why
+    record = own.made, own.made + count, accord, own.raised, own.why
     peers.store.set(f"asynctp/{peers.life}/runs/{peers.rank}", json.dumps(record))
 
 
-def _said_by(peers: process_groups.Peers, rank: int) -> tuple[int, int, int, str, int, str]:
+def _said_by(peers: process_groups.Peers, rank: int) -> tuple[int, int, int, int, str]:
     """The record of a rank, as `_say` writes it."""
     at = f"asynctp/{peers.life}/runs/{rank}"
-    return tuple(json.loads(peers.store.get(at))) if peers.store.check([at]) else (0, 0, 0, "", 0, "")
+    return tuple(json.loads(peers.store.get(at))) if peers.store.check([at]) else (0, 0, 0, 0, "")
 
 
-def _told(peers: process_groups.Peers, accord: int, what: str) -> str:
+def _told(peers: process_groups.Peers, accord: int) -> str:
     """What a rank runs, in words."""
     at = f"asynctp/accords/{accord}"
-    if what or not accord:
-        return what or "a graph in which nothing is changed of what the program sends"
-    if not peers.store.check([at]):
-        return f"a graph of accord {accord}"
-    return f"what all ranks agreed on, {peers.store.get(at).decode()}"
+    if not accord:
+        return "a graph in which nothing is changed of what the program sends"
+    return str(peers.store.get(at).decode()) if peers.store.check([at]) else f"a graph of accord {accord}"
 
 
 # --- registration -----------------------------------------------------------------------------------------------

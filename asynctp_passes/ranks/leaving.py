@@ -48,9 +48,9 @@ def _compare(given_up: giving_up.GivenUp, group: str, device: torch.device) -> N
     peers = process_groups.peers_of(group)
     if peers is None:
         return
-    told = f"{given_up.name}, which it runs as it is written, since {given_up.reason}"
+    told = f"{given_up.name} as it is written, since {given_up.reason}. Remedy: {given_up.remedy}"
+    accord = number_of(["left", given_up.name], told, peers.store)
     if ops.on_wire(device.type):
-        accord = number_of(["left", given_up.name], f"{told}. Remedy: {given_up.remedy}", peers.store)
         ops.meet(group, device, accord)
-    else:
-        run_check.run_check(0, 1, group, f"{told} (remedy: {given_up.remedy})")
+    elif run_check.has_begun(peers.group):
+        run_check.run_check(accord, 1, group)

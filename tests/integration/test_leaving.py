@@ -224,7 +224,7 @@ def check_left(ended: list[Ended], rights: int, *parts: str) -> None:
     """All ranks are right until rank 0 leaves; then all raise, and name the parts."""
     for one in ended:
         assert one.error.startswith("UnlikeCalls: unlike calls have met: rank "), one
-        assert "which it runs as it is written, since " in one.error
+        assert " as it is written, since " in one.error
         assert one.seconds < SOON_S
         assert all(part in one.error for part in parts), one.error
     assert all(one.right == [True] * rights for one in ended), ended

@@ -85,19 +85,19 @@ class Rank:
         self.patch = monkeypatch
         run_check.begin(self.group)
 
-    def runs(self, accord: int, count: int = 1, what: str = "") -> str:
+    def runs(self, accord: int, count: int = 1) -> str:
         """Run a graph: "" where it may go on, "waits", or the error."""
         try:
             with mock.patch.object(run_check, "looks", look_once):
-                return self.waits_in_vain(accord, count, what)
+                return self.waits_in_vain(accord, count)
         except Waits:
             return "waits"
 
-    def waits_in_vain(self, accord: int, count: int = 1, what: str = "") -> str:
+    def waits_in_vain(self, accord: int, count: int = 1) -> str:
         """Run a graph, and wait until the time of the group is over."""
         self.patch.setattr(process_groups, "peers_of", lambda name: self.peers)
         try:
-            run_check.run_check(accord, count, "tp", what)
+            run_check.run_check(accord, count, "tp")
         except DisagreementError as error:
             return str(error)
         return ""
@@ -147,15 +147,6 @@ def test_a_rank_that_comes_too_late_raises_as_well(two: tuple[Rank, Rank]) -> No
     assert late.endswith("(rank 1 raises since rank 0 does)")
     assert first.runs(7) == "waits"
     assert second.runs(7) == first.runs(7) == ""
-
-
-def test_a_rank_without_a_graph_is_named_by_what_it_runs(two: tuple[Rank, Rank]) -> None:
-    first, second = two
-    assert first.runs(0, what="a loop") == "waits"
-    assert second.runs(0) == first.runs(0, what="a loop") == ""
-    assert first.runs(0, what="a loop") == "waits"
-    assert "rank 0 runs a loop" in second.runs(7)
-    assert first.runs(0).endswith("(rank 0 raises since rank 1 does)")
 
 
 def test_graphs_that_are_cut_otherwise_are_alike(two: tuple[Rank, Rank]) -> None:
