@@ -65,19 +65,20 @@ class _Noted:
         return GivenUp(self.name, self.groups, reason, remedy)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Call:
-    """A call of a function that is given up. has_backward: its collectives may be those of its backward."""
+    """A call of a function that is given up. first, end: the range of its autograd nodes' numbers, once it has ended."""
 
     code: CodeType
     given_up: GivenUp
     communicates: Communicates
-    has_backward: bool
+    first: int
+    end: int | None = None
 
 
 Communicates = Callable[[GivenUp, str, torch.device], None]
 
-_calls: dict[str, _Call] = {}  # by group: the last one, until its first collective there
+_calls: dict[tuple[str, CodeType], _Call] = {}  # by group: the last one of a function, until its first collective there
 _frames: weakref.WeakKeyDictionary[Any, _Frame] = weakref.WeakKeyDictionary()  # by the context of a compile
 _noted: dict[Any, MutableMapping[CodeType, _Noted]] = {}  # by compiler
 
@@ -227,17 +228,32 @@ _COLLECTIVES = (
 def _await_collectives(code: CodeType, noted: _Noted, given_up: GivenUp) -> None:
     """Have the first collective of a call that begins now told of, in each of the function's groups."""
     _hook_collectives()
-    call = _Call(code, given_up, noted.communicates, torch.is_grad_enabled())
-    _calls.update(dict.fromkeys(noted.groups, call))
+    call = _Call(code, given_up, noted.communicates, torch._C._autograd._get_sequence_nr())
+    for group in noted.groups:
+        _calls.pop((group, code), None)
+        _calls[group, code] = call  # the last, on all ranks that give the same functions up
 
 
 @functools.cache
 def _hook_collectives() -> Any:
-    """Put `_collective` in front of the ops of collectives, as long as the returned library lives."""
-    import torch._dynamo
-    from torch._dynamo.eval_frame import skip_code
+    """Put `_collective` in front of the ops of collectives, as long as the returned library lives.
 
-    skip_code(_collective.__code__)
+    What torch.compile wraps ends, as it begins, with `set_eval_frame(None)`.
+    """
+    from torch._dynamo import eval_frame as frames
+
+    eval_frame: Any = frames
+    set_eval_frame = eval_frame.set_eval_frame
+
+    def ended(callback: Any) -> Any:
+        if callback is None:
+            for call in _calls.values():
+                if call.end is None and not _is_on_stack(call.code):
+                    call.end = torch._C._autograd._get_sequence_nr()
+        return set_eval_frame(callback)
+
+    eval_frame.set_eval_frame = ended
+    eval_frame.skip_code(_collective.__code__)
     tell: Any = torch._dynamo.disable(_tell_of_collective)  # type: ignore[no-untyped-call]
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name in _COLLECTIVES:
@@ -258,21 +274,25 @@ def _tell_of_collective(callback: Any, args: Any) -> None:
     from torch.utils import _pytree as pytree
 
     group = next(torch.distributed.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
-    call = _calls.get(group.group_name)
-    if call is None or not _belongs_to(call, callback):
-        return
-    del _calls[group.group_name]
-    device = next(one.device for one in pytree.tree_leaves(args) if isinstance(one, torch.Tensor))
-    call.communicates(call.given_up, group.group_name, device)
+    found = [key for key, call in _calls.items() if key[0] == group.group_name and _belongs_to(call, callback)]
+    calls = [_calls.pop(key) for key in found]
+    if calls:
+        device = next(one.device for one in pytree.tree_leaves(args) if isinstance(one, torch.Tensor))
+        calls[-1].communicates(calls[-1].given_up, group.group_name, device)
 
 
 def _belongs_to(call: _Call, callback: Any) -> bool:
-    """Whether what runs now in this thread is part of a call, or may be of its backward."""
+    """Whether what runs now in this thread is part of a call, or of its backward."""
     node: Any = torch._C._current_autograd_node()
-    if node is not None:
-        return call.has_backward and node.name() != "CompiledFunctionBackward"
-    frame: FrameType | None = sys._getframe() if callback else None  # None in what is not to be compiled
-    while frame is not None and frame.f_code is not call.code:
+    if node is None:
+        return bool(callback) and _is_on_stack(call.code)  # None in what is not to be compiled
+    number, is_compiled = node._sequence_nr(), node.name() == "CompiledFunctionBackward"
+    return not is_compiled and call.first <= number and (call.end is None or number < call.end)
+
+
+def _is_on_stack(code: CodeType) -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
 
