@@ -39,18 +39,23 @@ def _judge(config: Config, given_up: giving_up.GivenUp) -> None:
     raise_uncompiled(given_up.name, given_up.reason, given_up.remedy, config)
 
 
-def _compare(given_up: giving_up.GivenUp, group: str, device: torch.device) -> None:
+def _compare(given_up: giving_up.GivenUp, group: str, device: torch.device, may_be_on_wire: bool) -> bool:
     """Return if all ranks of a group leave the function, or where that changes nothing of what they send.
+
+    False where the collective itself goes by torch on a rank with a graph, too, and the next one is to be compared.
 
     Raises:
         RuntimeError: A rank stays in its graph, and all ranks raise; or it does not come (`ops.meet`, `run_check`).
     """
     peers = process_groups.peers_of(group)
     if peers is None:
-        return
+        return True
+    if ops.on_wire(device.type) and not may_be_on_wire:
+        return False
     told = f"{given_up.name} as it is written, since {given_up.reason}. Remedy: {given_up.remedy}"
     accord = number_of(["left", given_up.name], told, peers.store)
     if ops.on_wire(device.type):
         ops.meet(group, device, accord)
     elif run_check.has_begun(peers.group):
         run_check.run_check(accord, 1, group)
+    return True

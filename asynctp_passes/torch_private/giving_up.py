@@ -67,7 +67,7 @@ class _Noted:
 
 @dataclass
 class _Call:
-    """A call of a function that is given up. first, end: the range of its autograd nodes' numbers, once it has ended."""
+    """A call of a function that is given up. first, end: the range of its autograd nodes' numbers, once it is over."""
 
     code: CodeType
     given_up: GivenUp
@@ -76,7 +76,7 @@ class _Call:
     end: int | None = None
 
 
-Communicates = Callable[[GivenUp, str, torch.device], None]
+Communicates = Callable[[GivenUp, str, torch.device, bool], bool]
 
 _calls: dict[tuple[str, CodeType], _Call] = {}  # by group: the last one of a function, until its first collective there
 _frames: weakref.WeakKeyDictionary[Any, _Frame] = weakref.WeakKeyDictionary()  # by the context of a compile
@@ -91,8 +91,9 @@ def note_groups(groups: Iterable[str], left: Callable[[GivenUp], None], communic
     Args:
         groups: Names of process groups; none for a graph that concerns nobody else.
         left: Called before each call of this function that runs as it is written, if no stance is why. It may raise.
-        communicates: Called before the first collective of such a call, or of its backward, in one of its groups; with
-            the name of that group, and the device of the collective's tensors. It may raise.
+        communicates: Called before the collectives of such a call, and of its backward, in one of its groups, until it
+            gives True; with the name of that group, the device of the collective's tensors, and whether asynctp has
+            such calls on its wire. It may raise.
     """
     from torch._guards import CompileContext
 
@@ -217,12 +218,12 @@ def _asking(callback: Any, compiled: bool) -> Callable[..., Any]:
 
 
 # --- collectives of what is given up ------------------------------------------------------------------------------
-_COLLECTIVES = (
-    *("allreduce_", "allreduce_coalesced_", "broadcast_", "alltoall_base_"),
-    *("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"),
+_ON_WIRE = (
+    *("allreduce_", "allreduce_coalesced_", "_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"),
     *("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"),
 )
-"""The `c10d` ops of collectives that Dynamo takes into a graph."""
+_COLLECTIVES = (*_ON_WIRE, "broadcast_", "alltoall_base_")
+"""The `c10d` ops of collectives that Dynamo takes into graphs; of these those that may go by asynctp's wire there."""
 
 
 def _await_collectives(code: CodeType, noted: _Noted, given_up: GivenUp) -> None:
@@ -247,54 +248,71 @@ def _hook_collectives() -> Any:
 
     def ended(callback: Any) -> Any:
         if callback is None:
-            for call in _calls.values():
-                if call.end is None and not _is_on_stack(call.code):
+            for call in list(_calls.values()):
+                if call.end is None and not _way_to(call.code, sys._getframe()):
                     call.end = torch._C._autograd._get_sequence_nr()
         return set_eval_frame(callback)
 
     eval_frame.set_eval_frame = ended
     eval_frame.skip_code(_collective.__code__)
-    tell: Any = torch._dynamo.disable(_tell_of_collective)  # type: ignore[no-untyped-call]
+    tell = torch.compiler.disable(_tell_of_collective)  # type: ignore[no-untyped-call]
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name in _COLLECTIVES:
         if (op := getattr(torch.ops.c10d, name, None)) is not None:
-            kernel = functools.partial(_collective, op.default, tell)
+            kernel = functools.partial(_collective, op.default, functools.partial(tell, name in _ON_WIRE))
             library.impl(name, kernel, "BackendSelect", with_keyset=True)  # which every call passes, in all threads
     return library
 
 
 def _collective(op: Any, tell: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
     if _calls:
-        tell(torch._C._dynamo.eval_frame.get_eval_frame_callback(), args)
+        tell(sys._getframe().f_back, args)
     return op.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
 
 
-def _tell_of_collective(callback: Any, args: Any) -> None:
-    """Tell of a collective if it is the first of a call that was given up. callback: Dynamo's, for frames of now."""
+def _tell_of_collective(may_be_on_wire: bool, frame: FrameType | None, args: Any) -> None:
+    """Tell of a collective, called in this frame, if it is the first of a call that was given up."""
     from torch.utils import _pytree as pytree
 
     group = next(torch.distributed.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
-    found = [key for key, call in _calls.items() if key[0] == group.group_name and _belongs_to(call, callback)]
-    calls = [_calls.pop(key) for key in found]
-    if calls:
-        device = next(one.device for one in pytree.tree_leaves(args) if isinstance(one, torch.Tensor))
-        calls[-1].communicates(calls[-1].given_up, group.group_name, device)
+    name, device = group.group_name, next(one.device for one in pytree.tree_leaves(args) if torch.is_tensor(one))
+    calls = {at: call for at, call in _calls.items() if at[0] == name and _belongs_to(call, frame)}
+    for call in list(calls.values())[-1:]:
+        if call.communicates(call.given_up, name, device, may_be_on_wire):
+            for at in calls:
+                del _calls[at]
 
 
-def _belongs_to(call: _Call, callback: Any) -> bool:
-    """Whether what runs now in this thread is part of a call, or of its backward."""
+def _belongs_to(call: _Call, frame: FrameType | None) -> bool:
+    """Whether a frame is part of a call or of its backward, and not of what the program has torch.compile leave out."""
     node: Any = torch._C._current_autograd_node()
-    if node is None:
-        return bool(callback) and _is_on_stack(call.code)  # None in what is not to be compiled
-    number, is_compiled = node._sequence_nr(), node.name() == "CompiledFunctionBackward"
-    return not is_compiled and call.first <= number and (call.end is None or number < call.end)
+    if node is not None:
+        return call.first <= node._sequence_nr() and (call.end is None or node._sequence_nr() < call.end)
+    way = _way_to(call.code, frame)
+    return call.end is None and bool(way) and not any(map(_is_disabled, way))
 
 
-def _is_on_stack(code: CodeType) -> bool:
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not code:
+def _way_to(code: CodeType, frame: FrameType | None) -> list[FrameType]:
+    """The frames from one up to that of a function; none where that is not on the stack."""
+    way = []
+    while frame is not None:
+        way.append(frame)
+        if frame.f_code is code:
+            return way
         frame = frame.f_back
-    return frame is not None
+    return []
+
+
+def _is_disabled(frame: FrameType) -> bool:
+    """Whether a frame is the wrapper of `torch.compiler.disable`, by the program.
+
+    What torch wraps itself (`torch._compile`) is taken into graphs all the same, as `checkpoint` is.
+    """
+    from torch import _compile
+    from torch._dynamo import eval_frame
+
+    is_wrapper = frame.f_code.co_name == "_fn" and frame.f_code.co_filename == eval_frame.__file__
+    return is_wrapper and (frame.f_back is None or frame.f_back.f_code.co_filename != _compile.__file__)
 
 
 def _limits(code: CodeType) -> tuple[int, ...]:
