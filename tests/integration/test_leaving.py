@@ -20,9 +20,11 @@ from torch.distributed._functional_collectives import (
     all_gather_tensor,
     all_gather_tensor_autograd,
     all_reduce,
+    all_to_all_single,
     reduce_scatter_tensor,
     reduce_scatter_tensor_autograd,
 )
+from torch.utils.checkpoint import checkpoint
 
 from asynctp_passes.torch_private import process_groups
 
@@ -75,6 +77,16 @@ class Copied(torch.autograd.Function):
         return all_reduce(grad, "sum", dist.group.WORLD)
 
 
+def checkpointed(x: Tensor, w: Tensor, tag: str) -> Tensor:
+    """Torch hides `checkpoint` from Dynamo, which takes it into a graph all the same."""
+    return checkpoint(trained, x, w, tag, use_reentrant=False)
+
+
+def exchanged(x: Tensor, w: Tensor, tag: str) -> Tensor:
+    """The first collective goes by torch in a graph, too."""
+    return layer(all_to_all_single(x, None, None, dist.group.WORLD), w, tag)
+
+
 def columns(x: Tensor, w: Tensor, tag: str) -> Tensor:
     return (Copied.apply(x) + (2 if tag == "never" else 1)) @ w
 
@@ -122,7 +134,7 @@ def calls(
     """
     torch.manual_seed(dist.get_rank())
     step_function = torch.compile(function, backend="asynctp", options=OPTIONS, **compiled)
-    w, trains = torch.randn(32, 32), function in (trained, columns)
+    w, trains = torch.randn(32, 32), function in (trained, columns, checkpointed)
     inputs = [torch.randn(16, 32, requires_grad=trains) for _ in tags]
     ended = Ended([])
 
@@ -205,6 +217,25 @@ def skipped(rank: int, _: int) -> Ended:
     return calls(layer, ["x", "y" if rank == 0 else "x"], within)
 
 
+def left_beside_eager_backward(rank: int, _: int) -> Ended:
+    """Rank 0 leaves a call without collectives, around which all ranks have some that only a backward makes."""
+    torch._dynamo.config.recompile_limit = 2
+    torch.manual_seed(rank)
+    step_function, x, w = (
+        torch.compile(branches, backend="asynctp", options=OPTIONS),
+        torch.randn(16, 32),
+        torch.eye(32),
+    )
+    ended = Ended([torch.allclose(step_function(x, w, "x"), branches(x, w, "x"), atol=1e-3)])
+    for tag in tags_of(rank, True):
+        given = x.clone().requires_grad_()
+        for function in (step_function, branches):
+            given.grad = None
+            Copied.apply(function(Copied.apply(given), w, tag)).sum().backward()
+            ended.right.append(torch.allclose(given.grad, torch.full_like(x, 4.0)))
+    return ended
+
+
 def left_alone_with_sums(rank: int, _: int) -> Ended:
     """Rank 0 leaves a graph that sends something else than the program. The others are not in its last call."""
     torch._dynamo.config.recompile_limit = 2
@@ -235,7 +266,7 @@ def check_right(ended: list[Ended]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["layer", "trained", "columns"])
+@pytest.mark.parametrize("name", ["layer", "trained", "columns", "checkpointed", "exchanged"])
 def test_one_rank_reaches_the_recompile_limit(on_wire: None, name: str) -> None:
     ended = run_ranks(2, at_limit, name, True, 3)
     check_left(
@@ -296,6 +327,11 @@ def test_where_all_leave_strict_raises(on_wire: None) -> None:
 @pytest.mark.ranks
 def test_where_torch_raises_at_the_limit_all_may_go_on(on_wire: None) -> None:
     check_right(run_ranks(2, at_limit_of_whole_graphs))
+
+
+@pytest.mark.ranks
+def test_the_backward_of_other_code_is_left_in_peace(on_wire: None) -> None:
+    check_right(run_ranks(2, left_beside_eager_backward))
 
 
 @pytest.mark.ranks
