@@ -172,7 +172,7 @@ def _said_by(peers: process_groups.Peers, rank: int) -> tuple[int, int, int, int
 
 
 def _told(peers: process_groups.Peers, accord: int) -> str:
-    """What a rank runs, in words."""
+    """The graphs of an accord, in words."""
     at = f"asynctp/accords/{accord}"
     if not accord:
         return "a graph in which nothing is changed of what the program sends"

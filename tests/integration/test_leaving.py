@@ -84,7 +84,8 @@ def checkpointed(x: Tensor, w: Tensor, tag: str) -> Tensor:
 
 def exchanged(x: Tensor, w: Tensor, tag: str) -> Tensor:
     """The first collective goes by torch in a graph, too."""
-    return layer(all_to_all_single(x, None, None, dist.group.WORLD), w, tag)
+    x = all_to_all_single(x, None, None, dist.group.WORLD)
+    return all_reduce((x + 1 if tag == "never" else x) @ w, "sum", dist.group.WORLD)
 
 
 def columns(x: Tensor, w: Tensor, tag: str) -> Tensor:
@@ -227,7 +228,8 @@ def left_beside_eager_backward(rank: int, _: int) -> Ended:
         torch.eye(32),
     )
     ended = Ended([torch.allclose(step_function(x, w, "x"), branches(x, w, "x"), atol=1e-3)])
-    for tag in tags_of(rank, True):
+    for step in range(5):
+        tag = f"step {step}" if rank == 0 else "a"
         given = x.clone().requires_grad_()
         for function in (step_function, branches):
             given.grad = None
