@@ -17,6 +17,7 @@ from asynctp_passes.config import cpu_implementation
 from asynctp_passes.ops.arguments import group_and_size, operands_of
 from asynctp_passes.ops.calls import GatherCall, ReduceCall, signature
 from asynctp_passes.ops.plain_collectives import gather
+from asynctp_passes.torch_private import process_groups
 
 __all__ = [
     "calls_made",
@@ -24,9 +25,8 @@ __all__ = [
     "expected_implementation",
     "explain",
     "implementation",
-    "is_awaited",
     "kernels_for",
-    "leave",
+    "meet",
     "on_wire",
     "overlapped",
     "refresh",
@@ -86,17 +86,18 @@ def compares_calls(world_size: int) -> tuple[str, str]:
     return reason, alike
 
 
-def is_awaited(group_name: str) -> bool:
-    """Whether a peer has come to a call on asynctp's transport to which this rank has not."""
-    kernels = sys.modules.get("asynctp_kernels.cuda")
-    return False if kernels is None else bool(kernels.is_awaited(group_name))
+def meet(group_name: str, device: torch.device, accord: int) -> None:
+    """Wait until all ranks of a group have come to a call of this accord, which moves nothing that is needed.
 
+    Returns at once where no call of the group goes by asynctp's transport, and during a CUDA graph capture.
 
-def leave(group_name: str, error: Exception) -> None:
-    """Make no call of the group on asynctp's transport any more, and tell the peers why."""
-    kernels = sys.modules.get("asynctp_kernels.cuda")
+    Raises:
+        SymmetricMemoryError: A rank makes another call; or calls of the group raise anyway.
+        PeerTimeout: A rank does not come.
+    """
+    kernels = _cuda() if device.type == "cuda" else _interpreted()
     if kernels is not None:
-        kernels.leave(group_name, error)
+        kernels.meet(process_groups.process_group(group_name), device, accord)
 
 
 def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: int) -> str:

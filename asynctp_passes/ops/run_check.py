@@ -33,7 +33,7 @@ from asynctp_passes.ops.register import register
 from asynctp_passes.torch_private import process_groups
 from asynctp_passes.waiting import looks, ranks_named
 
-__all__ = ["begin", "give_up", "has_begun", "is_awaited", "run_check"]
+__all__ = ["begin", "has_begun", "run_check"]
 
 log = logging.getLogger("asynctp_passes.ops")
 
@@ -56,51 +56,26 @@ class _Runs:
     Attributes:
         made: Collectives of the program that compiled graphs made.
         raised: How often a rank gave a place up: all of them raise, so that all have one number.
+        why: The error of that rank, the last time.
     """
 
     made: int = 0
     raised: int = 0
+    why: str = ""
 
 
 _runs: weakref.WeakKeyDictionary[Any, _Runs] = weakref.WeakKeyDictionary()
 
 
-def begin(group: Any) -> None:
+def begin(group: Any) -> _Runs:
     """Compare runs of a process group from now on: its ranks run a graph in which they deviate."""
     with _lock:
-        _runs.setdefault(group, _Runs())
+        return _runs.setdefault(group, _Runs())
 
 
 def has_begun(group: Any) -> bool:
     """Whether the ranks of a process group compare runs."""
     return group in _runs
-
-
-def is_awaited(peers: process_groups.Peers) -> bool:
-    """Whether a rank has come to a collective of a graph to which this rank has not."""
-    own = _runs.get(peers.group)
-    at, others = f"asynctp/{peers.life}/runs", [rank for rank in peers.ranks if rank != peers.rank]
-    return own is not None and any(_said_by(peers, f"{at}/{rank}")[1] > own.made for rank in others)
-
-
-def give_up(peers: process_groups.Peers, why: str) -> None:
-    """Tell the other ranks of a group, where its ranks compare runs, that this one raises: so do they, once each.
-
-    Args:
-        peers: The group.
-        why: The error of this rank.
-    """
-    own = _runs.get(peers.group)
-    if own is not None:
-        peers.store.set(f"asynctp/{peers.life}/runs/why/{own.raised + 1}", why)
-        _retract(peers, own)
-
-
-def _retract(peers: process_groups.Peers, own: _Runs) -> None:
-    """Say that this rank has given up the place that it is at, and waits nowhere."""
-    own.raised += 1
-    record = [own.made, own.made, 0, own.raised]
-    peers.store.set(f"asynctp/{peers.life}/runs/{peers.rank}", json.dumps(record))
 
 
 def run_check(accord: int, count: int, group_name: str) -> None:
@@ -120,11 +95,11 @@ def run_check(accord: int, count: int, group_name: str) -> None:
     peers = process_groups.peers_of(group_name)
     if peers is None or (not accord and peers.group not in _runs):
         return
-    begin(peers.group)
+    own = begin(peers.group)
     try:
         if peers.life is None:
             raise RuntimeError("it does not say which of its groups this is")
-        _compare(peers, accord, _runs[peers.group], count, group_name)
+        _compare(peers, group_name, own, accord, count)
     except DisagreementError:
         raise
     except (RuntimeError, OSError) as error:
@@ -134,69 +109,66 @@ def run_check(accord: int, count: int, group_name: str) -> None:
             "rank 0 or torchrun's. This rank has sent nothing. Remedy: restart all ranks; Config(deviate=False) "
             "compares nothing"
         ) from error
-    _runs[peers.group].made += count
+    own.made += count
 
 
-def _compare(peers: process_groups.Peers, accord: int, own: _Runs, count: int, group_name: str) -> None:
+def _compare(peers: process_groups.Peers, name: str, own: _Runs, accord: int, count: int) -> None:
     """Wait until all ranks have said the same of this place.
 
     Raises:
         DisagreementError: One has said something else, or nothing.
     """
-    at, start = f"asynctp/{peers.life}/runs", own.made
-    peers.store.set(f"{at}/{peers.rank}", json.dumps([start, start + count, accord, own.raised]))
+    _say(peers, own, count, accord)
     limit, left = process_groups.group_timeout_s(peers.group), [rank for rank in peers.ranks if rank != peers.rank]
 
     def warn() -> None:
         log.warning(
             "asynctp: waits up to %g s (the timeout of group %r) for %s to run %s. %s",
-            *(limit, group_name, ranks_named(left), _told(peers, accord), _REMEDY),
+            *(limit, name, ranks_named(left), _told(peers, accord), _REMEDY),
         )
 
     for _ in looks(limit, warn, warn_after=WARN_S, pauses=_PAUSES_S):
         for rank in list(left):
-            first, end, theirs, raised = _said_by(peers, f"{at}/{rank}")
+            first, end, theirs, raised, why = _said_by(peers, rank)
             if raised > own.raised:
-                _retract(peers, own)
-                raise DisagreementError(_why(peers, own.raised, rank))
-            if end <= start or raised < own.raised:
+                raise _give_up(peers, own, why, f" (rank {peers.rank} raises since rank {rank} does)")
+            if end <= own.made or raised < own.raised:
                 continue
-            if first <= start and theirs != accord:
-                raise _given_up(
-                    peers,
-                    f"asynctp: ranks of group {group_name!r} run unlike graphs: rank {peers.rank} runs "
-                    f"{_told(peers, accord)}, and rank {rank} runs {_told(peers, theirs)}. No rank has sent anything. "
-                    f"{_REMEDY}",
+            if first <= own.made and theirs != accord:
+                raise _give_up(
+                    *(peers, own),
+                    f"asynctp: ranks of group {name!r} run unlike graphs: rank {peers.rank} runs "
+                    f"{_told(peers, accord)}, and rank {rank} runs {_told(peers, theirs)}. No rank has "
+                    f"sent anything. {_REMEDY}",
                 )
             left.remove(rank)  # one that is further on has compared this place
         if not left:
             return
-    raise _given_up(
-        peers,
-        f"asynctp: {ranks_named(left)} of group {group_name!r} did not come, within its timeout of {limit:g} s, to "
-        f"what rank {peers.rank} runs: {_told(peers, accord)}. A rank may run the program without a compile. Rank "
-        f"{peers.rank} has sent nothing. {_REMEDY}",
+    raise _give_up(
+        *(peers, own),
+        f"asynctp: {ranks_named(left)} of group {name!r} did not come, within its timeout of {limit:g} s, to "
+        f"what rank {peers.rank} runs: {_told(peers, accord)}. A rank may run the program without a compile. "
+        f"Rank {peers.rank} has sent nothing. {_REMEDY}",
     )
 
 
-def _given_up(peers: process_groups.Peers, why: str) -> DisagreementError:
-    give_up(peers, why)
-    return DisagreementError(why)
+def _give_up(peers: process_groups.Peers, own: _Runs, why: str, since: str = "") -> DisagreementError:
+    """The error of this rank, which waits at its place no more; the other ranks raise it too, once each."""
+    own.raised, own.why = own.raised + 1, why
+    _say(peers, own)
+    return DisagreementError(why + since)
 
 
-def _why(peers: process_groups.Peers, number: int, rank: int) -> str:
-    """The error of the rank that gave a place up."""
-    at = f"asynctp/{peers.life}/runs/why/{number}"
-    why = peers.store.get(at).decode() if peers.store.check([at]) else f"asynctp: rank {rank} has raised"
-    return f"{why} (rank {peers.rank} raises since rank {rank} does)"
+def _say(peers: process_groups.Peers, own: _Runs, count: int = 0, accord: int = 0) -> None:
+    """Tell the others of the collectives that come next."""
+    record = own.made, own.made + count, accord, own.raised, own.why
+    peers.store.set(f"asynctp/{peers.life}/runs/{peers.rank}", json.dumps(record))
 
 
-def _said_by(peers: process_groups.Peers, at: str) -> tuple[int, int, int, int]:
-    """The place that a rank is at, or was last, its accord, and how often it raised before."""
-    if not peers.store.check([at]):
-        return 0, 0, 0, 0
-    first, end, accord, raised = json.loads(peers.store.get(at))
-    return first, end, accord, raised
+def _said_by(peers: process_groups.Peers, rank: int) -> tuple[int, int, int, int, str]:
+    """The record of a rank, as `_say` writes it."""
+    at = f"asynctp/{peers.life}/runs/{rank}"
+    return tuple(json.loads(peers.store.get(at))) if peers.store.check([at]) else (0, 0, 0, 0, "")
 
 
 def _told(peers: process_groups.Peers, accord: int) -> str:
@@ -204,9 +176,7 @@ def _told(peers: process_groups.Peers, accord: int) -> str:
     at = f"asynctp/accords/{accord}"
     if not accord:
         return "a graph in which nothing is changed of what the program sends"
-    if not peers.store.check([at]):
-        return f"a graph of accord {accord}"
-    return f"what all ranks agreed on, {peers.store.get(at).decode()}"
+    return str(peers.store.get(at).decode()) if peers.store.check([at]) else f"a graph of accord {accord}"
 
 
 # --- registration -----------------------------------------------------------------------------------------------

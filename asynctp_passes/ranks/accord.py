@@ -45,7 +45,7 @@ from asynctp_passes.reporting.internal import sources_digest
 from asynctp_passes.torch_private import dynamo, process_groups
 from asynctp_passes.waiting import ranks_named
 
-__all__ = ["LATE_S", "REFUSES_ALL", "WARN_S", "ask", "has_peers", "refuse"]
+__all__ = ["LATE_S", "REFUSES_ALL", "WARN_S", "ask", "has_peers", "number_of", "refuse"]
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,14 @@ def ask(questions: Sequence[Question], config: Config, only_looked_at: Sequence[
         _tell_of_store(error, asked)
     pairs = zip(questions, boards, strict=True)
     return [_alone(one, config) if board is None else board.answer() for one, board in pairs]
+
+
+def number_of(told: Sequence[str], text: str, store: Any) -> int:
+    """The accord of what was agreed on, by its texts; errors of unlike calls quote `text` from the group's store."""
+    accord = 1 + int(hashlib.sha256("\n".join(told).encode()).hexdigest(), 16) % _ACCORDS
+    with contextlib.suppress(RuntimeError, OSError):
+        store.set(f"asynctp/accords/{accord}", text)
+    return accord
 
 
 def has_peers(group: str) -> bool:
@@ -377,11 +385,7 @@ class _Board:
             return 0
         told = [self._provenance, self.question.phase, self.question.communicates, *own]
         told += [text for one in joint for text in (one.phase, one.communicates, *one.deviations)]
-        accord = 1 + int(hashlib.sha256("\n".join(told).encode()).hexdigest(), 16) % _ACCORDS
-        with contextlib.suppress(RuntimeError, OSError):
-            told_as = f"{self.function} ({self.question.phase}): {'; '.join(texts)}"
-            self._store.set(f"asynctp/accords/{accord}", told_as[:_TOLD])
-        return accord
+        return number_of(told, f"{self.function} ({self.question.phase}): {'; '.join(texts)}"[:_TOLD], self._store)
 
 
 def _wait(boards: Sequence[_Board]) -> None:

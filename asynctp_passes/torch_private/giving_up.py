@@ -3,6 +3,9 @@
 torch.compile's callback (`CatchErrorsWrapper`) is asked for the code of each frame that has none that fits. Where it
 gives none, the frame runs as it is written: at the recompile limit, where the frame is skipped, where an error is
 suppressed. Under some stances it is not asked (`_callback_from_stance`).
+
+Eager collectives of any kind, those of a backward too, come to a `c10d` op. Once a function was given up, Python
+kernels stand in front of these.
 """
 
 from __future__ import annotations
@@ -49,38 +52,48 @@ class _Frame:
 class _Noted:
     """A function with graphs of asynctp's.
 
-    groups: of these. left: called where Dynamo gives it up, and `given_up` has returned; it may raise. at_limit:
-    `_limits` when these ended it.
+    groups: of these. left, communicates: as for `note_groups`. at_limit: `_limits` when these ended it.
     """
 
     name: str
     groups: frozenset[str]
     left: Callable[[GivenUp], None]
+    communicates: Communicates
     at_limit: tuple[int, ...] = ()
 
     def given_up(self, reason: str, remedy: str) -> GivenUp:
         return GivenUp(self.name, self.groups, reason, remedy)
 
 
+@dataclass
+class _Call:
+    """A call of a function that is given up. first, end: the range of its autograd nodes' numbers, once it is over."""
+
+    code: CodeType
+    given_up: GivenUp
+    communicates: Communicates
+    first: int
+    end: int | None = None
+
+
+Communicates = Callable[[GivenUp, str, torch.device, bool], bool]
+
+_calls: dict[tuple[str, CodeType], _Call] = {}  # by group: the last one of a function, until its first collective there
 _frames: weakref.WeakKeyDictionary[Any, _Frame] = weakref.WeakKeyDictionary()  # by the context of a compile
 _noted: dict[Any, MutableMapping[CodeType, _Noted]] = {}  # by compiler
 
 
-def note_groups(
-    groups: Iterable[str],
-    given_up: Callable[[GivenUp], None],
-    failed: Callable[[GivenUp], object],
-    left: Callable[[GivenUp], None],
-) -> None:
+def note_groups(groups: Iterable[str], left: Callable[[GivenUp], None], communicates: Communicates) -> None:
     """Note groups of a graph that is compiled, for the function that it is of: its backward may be compiled later.
 
     Does nothing outside of torch.compile.
 
     Args:
         groups: Names of process groups; none for a graph that concerns nobody else.
-        given_up: Called on each call of such a function that runs as it is written, before that. It may raise.
-        failed: Called where such a call raises instead, as with `fullgraph=True` at the recompile limit.
-        left: Called after `given_up`, if no stance of the program's is why; of this function alone. It may raise.
+        left: Called before each call of this function that runs as it is written, if no stance is why. It may raise.
+        communicates: Called before the collectives of such a call, and of its backward, in one of its groups, until it
+            gives True; with the name of that group, the device of the collective's tensors, and whether asynctp has
+            such calls on its wire. It may raise.
     """
     from torch._guards import CompileContext
 
@@ -93,11 +106,11 @@ def note_groups(
     callback = None if frame is None else frame.callback()
     if frame is None or callback is None or not found:
         return
-    _ask_of_frames(given_up, failed)
+    _ask_of_frames()
     codes = _noted_by(callback)
     for code in {frame.code, dynamo.original_code(frame.code)}:
         known = codes[code].groups if code in codes else frozenset()
-        codes[code] = _Noted(function.base, known | found, left)
+        codes[code] = _Noted(function.base, known | found, left, communicates)
 
 
 def _frame_on_stack() -> _Frame | None:
@@ -118,10 +131,9 @@ def callback_on_stack() -> FrameType | None:
 
 
 @functools.cache
-def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenUp], object]) -> None:
+def _ask_of_frames() -> None:
     """Have Dynamo's callbacks tell of the functions that they give up."""
     from torch._dynamo import convert_frame, eval_frame
-    from torch._dynamo.exc import FailOnRecompileLimitHit
     from torch._dynamo.types import ConvertFrameReturn
 
     actions, strategy_of = torch._C._dynamo.eval_frame._FrameAction, torch._C._dynamo.eval_frame._FrameExecStrategy
@@ -135,12 +147,7 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
             result = ConvertFrameReturn(frame_exec_strategy=strategy_of(actions.RUN_ONLY, actions.DEFAULT))
             settle(self, frame, noted, result)
             return result
-        try:
-            result = original(self, frame, *args, **kwargs)
-        except FailOnRecompileLimitHit:
-            if noted:
-                failed(_at_limit(self, frame.f_code, noted))
-            raise
+        result = original(self, frame, *args, **kwargs)
         if result.guarded_code is None and _noted_by(self):
             settle(self, frame, noted, result)
         return result
@@ -155,14 +162,14 @@ def _ask_of_frames(given_up: Callable[[GivenUp], None], failed: Callable[[GivenU
         noted.at_limit = _limits(code) if strategy.cur_action == actions.RUN_ONLY else ()
         if convert_frame.has_tensor_in_frame(frame):
             found = _at_limit(callback, code, noted) if noted.at_limit else _skipped(noted, result)
-            given_up(found)
             noted.left(found)
+            _await_collectives(code, noted, found)
 
     @functools.wraps(from_stance)
     def callback_from_stance(callback: Any) -> Any:
         chosen = from_stance(callback)
         if (chosen is None or chosen is False) and callable(callback) and _noted_by(callback):
-            return _asking(callback, given_up, chosen is False)
+            return _asking(callback, chosen is False)
         return chosen
 
     convert_frame.CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
@@ -188,7 +195,7 @@ def is_noted(callback: Any, code: CodeType) -> bool:
     return code in _noted_by(callback)
 
 
-def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) -> Callable[..., Any]:
+def _asking(callback: Any, compiled: bool) -> Callable[..., Any]:
     """A callback that gives no code, for a stance without one. compiled: code that there is runs, if it fits."""
     from torch._dynamo import convert_frame, eval_frame, trace_rules
     from torch._dynamo.types import ConvertFrameReturn
@@ -202,12 +209,110 @@ def _asking(callback: Any, given_up: Callable[[GivenUp], None], compiled: bool) 
         strategy, noted = torch._C._dynamo.eval_frame._FrameExecStrategy, _noted_by(callback).get(frame.f_code)
         if noted and convert_frame.has_tensor_in_frame(frame):
             reason = f"torch.compiler.set_stance({stance!r}) is in force"
-            given_up(noted.given_up(reason, "set one stance on every rank"))
+            _await_collectives(frame.f_code, noted, noted.given_up(reason, "set one stance on every rank"))
         return ConvertFrameReturn(frame_exec_strategy=strategy(actions.SKIP, actions.DEFAULT), apply_to_code=False)
 
     if compiled:
         ask._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # by which Dynamo knows its code
     return ask
+
+
+# --- collectives of what is given up ------------------------------------------------------------------------------
+_ON_WIRE = (
+    *("allreduce_", "allreduce_coalesced_", "_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"),
+    *("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"),
+)
+_COLLECTIVES = (*_ON_WIRE, "broadcast_", "alltoall_base_")
+"""The `c10d` ops of collectives that Dynamo takes into graphs; of these those that may go by asynctp's wire there."""
+
+
+def _await_collectives(code: CodeType, noted: _Noted, given_up: GivenUp) -> None:
+    """Have the first collective of a call that begins now told of, in each of the function's groups."""
+    _hook_collectives()
+    call = _Call(code, given_up, noted.communicates, torch._C._autograd._get_sequence_nr())
+    for group in noted.groups:
+        _calls.pop((group, code), None)
+        _calls[group, code] = call  # the last, on all ranks that give the same functions up
+
+
+@functools.cache
+def _hook_collectives() -> Any:
+    """Put `_collective` in front of the ops of collectives, as long as the returned library lives.
+
+    What torch.compile wraps ends, as it begins, with `set_eval_frame(None)`.
+    """
+    from torch._dynamo import eval_frame as frames
+
+    eval_frame: Any = frames
+    set_eval_frame = eval_frame.set_eval_frame
+
+    def ended(callback: Any) -> Any:
+        if callback is None:
+            for call in list(_calls.values()):
+                if call.end is None and not _way_to(call.code, sys._getframe()):
+                    call.end = torch._C._autograd._get_sequence_nr()
+        return set_eval_frame(callback)
+
+    eval_frame.set_eval_frame = ended
+    eval_frame.skip_code(_collective.__code__)
+    tell = torch.compiler.disable(_tell_of_collective)  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name in _COLLECTIVES:
+        if (op := getattr(torch.ops.c10d, name, None)) is not None:
+            kernel = functools.partial(_collective, op.default, functools.partial(tell, name in _ON_WIRE))
+            library.impl(name, kernel, "BackendSelect", with_keyset=True)  # which every call passes, in all threads
+    return library
+
+
+def _collective(op: Any, tell: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    if _calls:
+        tell(sys._getframe().f_back, args)
+    return op.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args, **kwargs)
+
+
+def _tell_of_collective(may_be_on_wire: bool, frame: FrameType | None, args: Any) -> None:
+    """Tell of a collective, called in this frame, if it is the first of a call that was given up."""
+    from torch.utils import _pytree as pytree
+
+    group = next(torch.distributed.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
+    name, device = group.group_name, next(one.device for one in pytree.tree_leaves(args) if torch.is_tensor(one))
+    calls = {at: call for at, call in _calls.items() if at[0] == name and _belongs_to(call, frame)}
+    for call in list(calls.values())[-1:]:
+        if call.communicates(call.given_up, name, device, may_be_on_wire):
+            for at in calls:
+                del _calls[at]
+
+
+def _belongs_to(call: _Call, frame: FrameType | None) -> bool:
+    """Whether a frame is part of a call or of its backward, and not of what the program has torch.compile leave out."""
+    node: Any = torch._C._current_autograd_node()
+    if node is not None:
+        return call.first <= node._sequence_nr() and (call.end is None or node._sequence_nr() < call.end)
+    way = _way_to(call.code, frame)
+    return call.end is None and bool(way) and not any(map(_is_disabled, way))
+
+
+def _way_to(code: CodeType, frame: FrameType | None) -> list[FrameType]:
+    """The frames from one up to that of a function; none where that is not on the stack."""
+    way = []
+    while frame is not None:
+        way.append(frame)
+        if frame.f_code is code:
+            return way
+        frame = frame.f_back
+    return []
+
+
+def _is_disabled(frame: FrameType) -> bool:
+    """Whether a frame is the wrapper of `torch.compiler.disable`, by the program.
+
+    What torch wraps itself (`torch._compile`) is taken into graphs all the same, as `checkpoint` is.
+    """
+    from torch import _compile
+    from torch._dynamo import eval_frame
+
+    is_wrapper = frame.f_code.co_name == "_fn" and frame.f_code.co_filename == eval_frame.__file__
+    return is_wrapper and (frame.f_back is None or frame.f_back.f_code.co_filename != _compile.__file__)
 
 
 def _limits(code: CodeType) -> tuple[int, ...]:

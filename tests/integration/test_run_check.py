@@ -149,18 +149,6 @@ def test_a_rank_that_comes_too_late_raises_as_well(two: tuple[Rank, Rank]) -> No
     assert second.runs(7) == first.runs(7) == ""
 
 
-def test_a_rank_that_gives_up_is_no_peer_that_waits(two: tuple[Rank, Rank]) -> None:
-    """It left its graph, say: the others raise with its error, and all may go on."""
-    first, second = two
-    assert second.runs(7) == "waits"
-    run_check.give_up(first.peers, "asynctp: rank 0 leaves")
-    assert run_check.is_awaited(first.peers)
-    assert second.runs(7) == "asynctp: rank 0 leaves (rank 1 raises since rank 0 does)"
-    assert not run_check.is_awaited(first.peers)
-    assert first.runs(0) == "waits"
-    assert second.runs(0) == first.runs(0) == ""
-
-
 def test_graphs_that_are_cut_otherwise_are_alike(two: tuple[Rank, Rank]) -> None:
     """Rank 0 makes three collectives in one graph, and rank 1 in three. A deviation follows."""
     first, second = two

@@ -19,8 +19,8 @@ from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.choose.select import forced
 from asynctp_kernels.cuda.explanation import choice_for, explain, problem_of, variant_reason
-from asynctp_kernels.cuda.groups import is_awaited, last_implementation, leave, memory_outlook, release, shared_bytes
-from asynctp_kernels.cuda.moves import Mover, run_bulk_all_reduce, run_bulk_gather, run_bulk_scatter
+from asynctp_kernels.cuda.groups import last_implementation, memory_outlook, release, shared_bytes
+from asynctp_kernels.cuda.moves import Mover, meet, run_bulk_all_reduce, run_bulk_gather, run_bulk_scatter
 from asynctp_kernels.cuda.plans.collectives import all_gather
 from asynctp_kernels.cuda.runtime import interpreted
 
@@ -32,9 +32,8 @@ __all__ = [
     "choice_for",
     "explain",
     "forced",
-    "is_awaited",
     "last_implementation",
-    "leave",
+    "meet",
     "memory_outlook",
     "problem_of",
     "release",

@@ -118,19 +118,6 @@ def release(group: ProcessGroup) -> None:
     memory_of.release(group)
 
 
-def is_awaited(group: Any) -> bool:
-    """Whether a peer has come to a call of the group to which this rank has not; `group` as for `release`."""
-    memory = existing_memory(process_group(group))
-    return memory is not None and memory.is_awaited()
-
-
-def leave(group: Any, error: Exception) -> None:
-    """Make no call of the group any more, and tell the peers why; `group` as for `release`."""
-    memory = existing_memory(process_group(group))
-    if memory is not None:
-        memory.leave(error)
-
-
 def last_implementation(group: Any) -> str:
     """Name the implementation of the group's last call; `group` as for `asynctp_kernels.release`.
 

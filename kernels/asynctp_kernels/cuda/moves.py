@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from asynctp_kernels.cuda.plans.direct import DirectGather
 from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
+from asynctp_kernels.cuda.runtime.watch import LOOK_S
 from asynctp_kernels.torch_private import register_wait
 
 Check = Callable[[], None]
@@ -164,6 +166,24 @@ def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T], c
             check_or_skip(check, memory)
         plan = store_plan(memory, key, fail_group_on_error(memory, make))
     return plan  # type: ignore[no-any-return]
+
+
+def meet(group: ProcessGroup, device: torch.device, accord: int) -> None:
+    """Wait, on the host, until all ranks have come to a call of this accord, which adds up nothing but zeros.
+
+    Returns at once where NCCL makes the group's calls, and during a CUDA graph capture.
+
+    Raises:
+        SymmetricMemoryError: A rank makes another call, or none within the group's timeout.
+    """
+    memory = None if driver.capturing() else memory_for(group, device)
+    if memory is None:
+        return
+    zeros = torch.zeros(4 * memory.world, device=device)  # of which each rank has 16 bytes, as all transports take
+    total = Mover(group, accord=accord).all_reduce(zeros, "sum")
+    while total is not None and total.isnan().any():  # the watch knows why, soon
+        memory.check()
+        time.sleep(LOOK_S)
 
 
 # --- in flight ------------------------------------------------------------------------------------------------------

@@ -478,36 +478,29 @@ def test_a_full_folder_on_one_rank_is_an_error_on_all() -> None:
         assert files == "0"
 
 
-# --- a rank that makes no calls any more -------------------------------------------------------------------------
-def _left(rank: int, world: int, where: str) -> tuple[str, float]:
-    """How a call ends whose peer has left after one call of all, and how long that takes; for the peer, its next."""
+# --- a rank that meets the others without a call of its own -------------------------------------------------------
+def _meets(rank: int, world: int, alone: bool) -> str:
+    """Meet the others twice, and then alone, while they are in a call."""
     import torch.distributed as dist
     from asynctp_kernels import SymmetricMemoryError, cuda
-    from asynctp_kernels.cuda.runtime.memory import existing_memory
 
-    group = dist.group.WORLD
+    group, device = dist.group.WORLD, torch.device("cpu")
     assert _call(group) == "right"
-    memory = existing_memory(group)
-    assert memory is not None
-    dist.barrier()
-    begun = time.monotonic()
-    if rank == 0:
-        assert not cuda.is_awaited(group) or where == "call"
-        cuda.leave(group, RuntimeError("it has better to do"))
-        return _call(group), time.monotonic() - begun
-    if where == "call":
-        return _call(group), time.monotonic() - begun
-    with pytest.raises(SymmetricMemoryError) as caught:
-        memory.require("box", memory.areas["box"].size + 1)
-    return f"SymmetricMemoryError: {caught.value}", time.monotonic() - begun
+    cuda.meet(group, device, 5)
+    cuda.meet(group, device, 6)
+    if not alone or rank:
+        return _call(group)
+    try:
+        cuda.meet(group, device, 7)
+    except SymmetricMemoryError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
-@pytest.mark.parametrize("where", ["call", "memory"])
-def test_a_rank_that_leaves_is_named_with_its_reason(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the wait for its data, and where memory grows. Its own calls raise, too."""
-    monkeypatch.setenv("ASYNCTP_TIMEOUT_S", "60")
-    own, *others = run_ranks(3, _left, where)
-    assert "out of step since: RuntimeError: it has better to do" in own[0]
-    for said, seconds in others:
-        assert "rank 0 has failed: RuntimeError: it has better to do" in said
-        assert seconds < 20
+@pytest.mark.parametrize("alone", [False, True])
+def test_ranks_that_meet_must_all_do_so(alone: bool) -> None:
+    found = run_ranks(3, _meets, alone)
+    for said in found if alone else ():
+        assert said.startswith("UnlikeCalls: ")
+        assert "of accord 7" in said
+    assert alone or found == ["right"] * 3

@@ -237,8 +237,7 @@ class GroupMemory:
         Eager calls never overlap each other on a device, not even those of different groups: kernels of two calls that
         wait for other ranks could take each other's place on the SMs, in another order on every rank.
         """
-        if self.failure is not None:
-            raise SymmetricMemoryError(self._out_of_step()) from self.error
+        self.check()
         self.made += 1
         capture = self.capture = driver.capture_id(stream) if driver.capturing() else 0
         self.captured |= capture != 0
@@ -256,7 +255,7 @@ class GroupMemory:
             PeerTimeout: The call is over, not only enqueued, and a wait of it ran out.
         """
         driver.record_event(self.last_captured if self.capture else self.last, stream)
-        if driver.IN_ORDER and (error := self.error or error_in(self, self.status.tolist())) is not None:
+        if driver.IN_ORDER and (error := error_in(self, self.status.tolist())) is not None:
             self.fail(error)
             raise error
 
@@ -483,21 +482,6 @@ class GroupMemory:
         """True while a call of this rank is under way that no graph has captured."""
         return not (driver.is_over(self.last) and driver.is_over(self.flown))
 
-    def leave(self, error: Exception) -> None:
-        """Fail, though all calls were right: this rank will make none any more. The peers are told."""
-        self.fail(error)
-        self.calls.tell_failure(self.rank, str(self.failure))  # now: this process may end before its watch tells them
-        if driver.IN_ORDER:
-            for peer in range(self.world):
-                driver.copy(self.failed_at(peer), self.one, _WORD, self.stream)
-
-    def is_awaited(self) -> bool:
-        """Whether a peer has come to a call to which this rank has not. Ends what this rank has enqueued."""
-        if driver.capturing():
-            return False
-        driver.synchronize(self.device)
-        return bool(self.free_words.any()) or bool(self.peers_ahead())
-
     def may_be_in_a_call(self) -> bool:
         """True while a call of this rank is under way, and once a graph was captured, whose calls are not known."""
         return self.captured or self.is_in_a_call()
@@ -506,8 +490,14 @@ class GroupMemory:
         """A peer's process is known to be over."""
         return bool(self.processes) and self.processes[peer].has_ended()
 
-    def _out_of_step(self) -> str:
-        return _out_of_step(self.group_name, self.failure)
+    def check(self) -> None:
+        """Raise if calls have failed.
+
+        Raises:
+            SymmetricMemoryError: They have.
+        """
+        if self.failure is not None:
+            raise SymmetricMemoryError(_out_of_step(self.group_name, self.failure)) from self.error
 
     def compiled(self, steps: Sequence[Step]) -> Player:
         """A script, of stream memory operations where that is possible."""
@@ -532,8 +522,7 @@ class GroupMemory:
         Raises:
             SymmetricMemoryError: it would have to grow during a CUDA graph capture, or an earlier call failed.
         """
-        if self.failure is not None:
-            raise SymmetricMemoryError(self._out_of_step()) from self.error
+        self.check()
         found = self.areas.get(name)
         if found is not None and found.size >= size:
             return found
@@ -550,8 +539,7 @@ class GroupMemory:
         try:
             area = _outside_pools(group, self.device, lambda: _share(group, self.device, whole, seconds))
         except RuntimeError:
-            if self.failure is not None:  # since this rank waits for the others
-                raise SymmetricMemoryError(self._out_of_step()) from self.error
+            self.check()  # this rank waits for the others
             raise
         finally:
             self.growing = ""

@@ -31,8 +31,8 @@ for theirs. So ranks go step by step, and say to all when they have done one:
     HAS_ENDED    all have failed; waits for data are over, and nobody waits for any now
     IS_QUIET     all have ended those, and ranks before this one are quiet; waits for others to come are over, too
 
-In Triton's interpreter waits raise themselves (`interpreted.StreamWaitOver`), and `error_of` says what that means. The
-thread hears there of peers that make no calls any more (`GroupMemory.leave`), and ends this rank's waits for them.
+In Triton's interpreter waits raise themselves (`interpreted.StreamWaitOver`), and `error_of` says what that means. No
+thread looks there.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ ENDS_S = 15.0  # after which a rank that has failed takes all steps, though a pe
 STEP_S = 0.25  # without the end of a wait or a call, after which a step is done
 EXIT_S = 2.0  # for which the end of the process waits for a thread
 HAS_FAILED, HAS_ENDED, IS_QUIET = 1, 2, 3
-LEFT = -1  # in the interpreter, of FREE: no call any more
 THE_CALL = "the same call"  # awaited of a rank that does not come to it
 
 
@@ -181,10 +180,11 @@ def unlike(memory: Watched, peer: int, own: int, theirs: int, other: Watched | N
     """
     mine = memory.calls.told(own) if own else Told(memory.growing)
     found = (other or memory).calls.told(theirs)
+    texts = [told.text for told in (mine, found)]
     forms = bool(mine.accord or found.accord) or (
         None not in (mine.kept_by_all, found.kept_by_all) and mine.kept_by_all != found.kept_by_all
     )
-    texts = [told.text for told in (mine, found)]
+    forms = forms and "Remedy: " not in "".join(texts)  # which is that of a rank without a graph
     if other is not None:
         texts = [f"{text} in group '{each.group_name}'" for text, each in zip(texts, (memory, other), strict=True)]
     return UnlikeCalls(memory.rank, texts[0], peer, texts[1], forms)
@@ -193,8 +193,6 @@ def unlike(memory: Watched, peer: int, own: int, theirs: int, other: Watched | N
 def error_of(memory: Watched, found: Any) -> Exception:
     """The error of a stream's wait that ended without its word: an `interpreted.StreamWaitOver`."""
     wait = found.wait
-    if memory.error is not None:  # the thread has heard of it
-        return memory.error
     if not wait.exactly:
         return late(memory, wait.peer, 0, f"chunk {wait.chunk}")
     return _missing(memory, wait.peer, wait.value, found.found)
@@ -387,11 +385,13 @@ def _living() -> list[Watch]:
 
 
 def start_watch(memory: Watched) -> None:
-    """Watch over a group until it goes, or the process ends; on GPUs once all that was enqueued for it is done.
+    """Watch over a group until it goes, or the process ends, once all that was enqueued for it is done.
 
-    Its first look would read what lay in that memory before.
+    The first look would read what lay in that memory before. In Triton's interpreter nobody watches.
     """
-    made = None if driver.IN_ORDER else torch.cuda.current_stream(memory.device).record_event()
+    if driver.IN_ORDER:
+        return
+    made = torch.cuda.current_stream(memory.device).record_event()
     thread = threading.Thread(target=_run, args=(weakref.ref(memory), made), name="asynctp-watch", daemon=True)
     _threads.add(thread)
     thread.start()
@@ -412,10 +412,10 @@ def _end_watches() -> None:
         thread.join(EXIT_S)
 
 
-def _run(reference: weakref.ref[Watched], made: torch.cuda.Event | None) -> None:
+def _run(reference: weakref.ref[Watched], made: torch.cuda.Event) -> None:
     while not _exiting.is_set():  # a rank that has failed still has to say so, and to end its waits
         try:
-            _hear(reference) if made is None else _watch(reference, made)
+            _watch(reference, made)
             return
         except Exception as error:
             memory = reference()
@@ -450,23 +450,6 @@ def _watch(reference: weakref.ref[Watched], made: torch.cuda.Event) -> None:
         pause = LOOK_S if memory.failure is None else ENDING_S
         memory = None
         _exiting.wait(pause)
-        memory = reference()
-
-
-def _hear(reference: weakref.ref[Watched]) -> None:
-    memory = reference()
-    if memory is None:
-        return
-    watch, others = Watch(memory), [peer for peer in range(memory.world) if peer != memory.rank]
-    while memory is not None and not memory.released and not _exiting.is_set():
-        told = {peer: int(memory.told_words[peer]) for peer in others}
-        look = Look(0, 0, (memory.made,), {}, {}, told, [0, -1, 0])
-        if memory.failure is None and (error := watch.judge(look, time.monotonic())) is not None:
-            memory.fail(error)
-            memory.status[0] = FAILED
-            memory.free_words[[peer for peer in others if told[peer]]] = LEFT
-        memory = None
-        _exiting.wait(LOOK_S)
         memory = reference()
 
 
