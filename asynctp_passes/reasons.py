@@ -73,10 +73,14 @@ class Reason:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason with the facts of one place: a failed proof or check, as a value."""
+    """A reason with the facts of one place: a failed proof or check, as a value.
+
+    `whole` tells that no part of what is communicated would do for a matmul: it may run beside other matmuls.
+    """
 
     reason: Reason
     facts: str = ""
+    whole: bool = False
 
     def __str__(self) -> str:
         return f"{self.reason.text} [{self.facts}]" if self.facts else self.reason.text
@@ -246,7 +250,7 @@ COMPUTED_BETWEEN = _miss(
     "ATP105",
     "COMPUTED_BETWEEN",
     "an operation changes values between the collective and the matmul",
-    "apply row-wise operations to the shard before the gather",
+    "apply row-wise operations to the shard before the gather. Nothing to do for others, as a sum over tokens",
     "apply the operation to the collective's result: it then works on the sum, so see that the program means that",
 )
 QUANTIZED_AFTER_GATHER = _miss(

@@ -57,8 +57,10 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
     misses.sort(key=lambda miss: miss.refusal.reason.rank)
     nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
-    weights = weights or (_is_given(gather.source) and _computes_with_rows(misses[0].nodes))
-    return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, weights=weights)
+    given = _is_given(gather.source)
+    weights = weights or (given and _computes_with_rows(misses[0].nodes))
+    may_be = given and any(map(near_miss.mixes_rows, misses[0].nodes))
+    return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, None, (), weights, may_be)
 
 
 def _computes_with_rows(way: Sequence[fx.Node]) -> bool:
@@ -112,7 +114,7 @@ def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> lis
             continue
         if near_miss.only_scales(context.scalings, node):
             scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
-        elif not near_miss.looks_up(node, source) and (way := _way_to_matmul(context, source, node)):
+        elif way := _way_to_matmul(context, source, node):
             refusal = next((refused[step] for step in way if step in refused), propagation.refused.get(node))
             reached.append(_Miss(_on_the_way(way, refusal), (*context.sorted(region.views_to([source])), *way)))
     return reached or scaled[:1] or [_Miss(_goes_elsewhere(context, region.gather, propagation))]
@@ -143,7 +145,8 @@ def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
         return Refusal(refusal.reason, f"{near_miss.names(way)}; {refusal.facts}")
     quantized = any(near_miss.quantizes(step) for step in way)
     reason = reasons.QUANTIZED_AFTER_GATHER if quantized else reasons.COMPUTED_BETWEEN
-    return Refusal(reason, near_miss.names(way) + (f"; {refusal.facts}" if refusal else ""))
+    whole = any(map(near_miss.mixes_rows, way))
+    return Refusal(reason, near_miss.names(way) + (f"; {refusal.facts}" if refusal else ""), whole)
 
 
 # --- parts that are all of a gathered tensor -------------------------------------------------------------------
