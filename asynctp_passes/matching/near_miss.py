@@ -200,12 +200,10 @@ def is_registered_rowwise(node: fx.Node) -> bool:
 
 
 def known_rowwise(node: fx.Node) -> str:
-    """The words for a row-wise operation that a node is not known to be, with the line that would register it."""
+    """The words for an operation that is not known to be row-wise, with the line that would register it."""
     name = op_name(node)
-    if not torch_ops.is_op(node.target) or not can_promise(name):
-        return "a row-wise operation"
-    own = schema_name(name)
-    return f'known to be row-wise: if it is, register_rowwise("{own}")'
+    own = f': if it is, register_rowwise("{schema_name(name)}")' if can_promise(name) else ""
+    return f"known to be row-wise{own}"
 
 
 def unknown(nodes: Sequence[fx.Node]) -> str:

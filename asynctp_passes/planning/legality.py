@@ -264,7 +264,8 @@ def _evidence(candidate: Candidate, key: str) -> str:
         return f"{group}: a vector"
     products = [node.name for node in candidate.nodes if is_matmul(node)]
     if not candidate.weights:
-        return f"{group}: {next(node.name for node in candidate.nodes if mixes_rows(node))}, and others of its group are"
+        way = (node for node in candidate.nodes if node not in candidate.collective.nodes)
+        return f"{group}: {next(filter(mixes_rows, way)).name} is on the way, and others of the group look like these"
     if candidate.collective.kind == "all_gather":
         picked = next((node.name for node in candidate.nodes if traits_of(node).view is View.PICK), None)
         if picked is not None:

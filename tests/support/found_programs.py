@@ -445,7 +445,7 @@ def _linear_all_reduce(x: Tensor, w: Tensor) -> Tensor:
 _op("linear_sum(Tensor x, Tensor w) -> Tensor", _linear_all_reduce, lambda x, w: x.new_empty(x.shape[0], w.shape[0]))
 
 
-@found("ATP002", "TensorRT-LLM", says="nothing tells whether", x=[8, 16], i=[3, INT64], head=[16, 24])
+@found("ATP105", "TensorRT-LLM", says="nothing tells whether", x=[8, 16], i=[3, INT64], head=[16, 24])
 def op_that_picks_tokens_before_the_head(x: Tensor, i: Tensor, head: Tensor) -> Tensor:
     return ops.gather_logits(gather(x), i) @ head
 
@@ -470,7 +470,7 @@ def linear_and_sum_in_one_op(x: Tensor, w: Tensor, v: Tensor) -> list[Tensor]:
     return [ops.linear_sum(x, w), gather(x) @ v]
 
 
-@found("ATP002", "own", x=[8, 16], w=[16, 8])
+@found("ATP105", "own", x=[8, 16], w=[16, 8])
 def local_op_named_as_a_gather(x: Tensor, w: Tensor) -> Tensor:
     return ops.all_gather_ids(gather(x)) @ w
 
