@@ -647,6 +647,8 @@ def _padded(call: _Call) -> Result:
         own = call.sizes.of(before)
         if len(own) == len(after) and all(map(same, own, after)):  # a number of rows that a guard says to be even
             return call.source
+        if not all(isinstance(size, int) and size >= 0 for size in pad):  # the gradient of padding
+            return Refusal(reasons.PIECES_MISSING, f"takes {list(after)} of {list(own)}")
     reason = reasons.UNEVEN_SHARDS if pads_at_end(pad) else reasons.VIEW_NOT_UNDERSTOOD
     return Refusal(reason, f"pads by {list(pad)}" + (f", with {value}" if (value := call.values["value"]) else ""))
 

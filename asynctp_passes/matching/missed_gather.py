@@ -49,7 +49,7 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
         refusal = Refusal(reasons.ALL_TO_ALL, f"{piece.name} is piece {piece.args[1]} of {gather.group_size}")
         return Candidate(gather, None, (refusal,), gather.results)  # what follows has other names on other ranks
     misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
-    misses = [_named(gather, miss, region.context.sizes) for miss in (*misses, *_near_gather(region, refused))]
+    misses = [_named(miss, region.context.sizes) for miss in (*misses, *_near_gather(region, refused))]
     if any(miss.refusal.reason is reasons.PIECES_MISSING for miss in misses) and (
         parts := _in_all_parts(region.context.propagation_of(gather), region.context.sizes)
     ):
@@ -87,9 +87,9 @@ class _Miss:
     nodes: tuple[fx.Node, ...] = ()
 
 
-def _named(gather: Collective, miss: _Miss, sizes: Sizes) -> _Miss:
+def _named(miss: _Miss, sizes: Sizes) -> _Miss:
     """A miss for want of pieces that were only padding is one for uneven shards."""
-    cut = next((node for node in miss.nodes if unpads(node, gather.group_size, sizes)), None)
+    cut = next((node for node in miss.nodes if unpads(node, sizes)), None)
     if cut is None or miss.refusal.reason is not reasons.PIECES_MISSING:
         return miss
     return replace(miss, refusal=Refusal(reasons.UNEVEN_SHARDS, f"{op_name(cut)} {cut.name}: {miss.refusal.facts}"))
@@ -139,7 +139,7 @@ def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Prop
 def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
     """Why a way from a gather to a matmul is not fused: what is known of one of its nodes, or that it computes."""
     padded = traits_of(way[0]).view is View.PAD and is_matmul(way[1])
-    if padded and pads_at_end(way[0].args[1]):  # type: ignore[arg-type]
+    if padded and pads_at_end(amounts := way[0].args[1]) and all(isinstance(one, int) for one in amounts):  # type: ignore
         return Refusal(reasons.MATMUL_PADDED, near_miss.names(way))
     if refusal is not None and refusal.reason is not reasons.COMPUTED_BETWEEN:
         return Refusal(refusal.reason, f"{near_miss.names(way)}; {refusal.facts}")
