@@ -482,8 +482,11 @@ def _cat(call: _Call) -> Result:
     if any(piece is None for piece in maps):
         names = [tensor.name for tensor, piece in zip(tensors, maps, strict=True) if piece is None]
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces with other tensors: {', '.join(names)}")
-    if any(call.propagation.terms[tensor] != call.propagation.terms[tensors[0]] for tensor in tensors):
+    terms = [call.propagation.terms[tensor] for tensor in tensors]
+    if any(one != terms[0] for one in terms):
         names = [tensor.name for tensor in tensors]
+        if set.intersection(*(set(one.counts) for one in terms)):
+            return Refusal(reasons.COMPUTED_BETWEEN, f"joins pieces with factors or terms of their own: {', '.join(names)}")
         rows = call.values["dim"] % len(maps[0].dims) < len(maps[0].dims) - 1  # type: ignore[union-attr]
         reason = reasons.TAKEN_IN_PARTS if rows else reasons.VIEW_NOT_UNDERSTOOD
         return Refusal(reason, f"joins pieces of different products: {', '.join(names)}")
