@@ -3,7 +3,7 @@
     shard → all_gather → wait → view* → {slice, pad by fewer than none} → {copy, reshape}* → matmul
 
 Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same ones are
-cut off its result. There are at most 128 of them, a tile of a matmul; where sizes are numbers, fewer than stay, too.
+cut off its result. There are as few as paddings to a multiple of the ranks have (`_is_most`).
 """
 
 from __future__ import annotations
@@ -41,31 +41,32 @@ class Cut:
         return self.steps[-1]
 
 
-_TILE = 128
-
-
-def unpads(node: fx.Node, sizes: Sizes) -> bool:
+def unpads(node: fx.Node, ranks: int, sizes: Sizes) -> bool:
     """True for picking all rows but few, which a padding may have added."""
     picks = traits_of(node).drops_rows or traits_of(node).view is View.PAD  # the gradient of padding pads by -2, say
     before, after = tensor_of(node.args[0]) if picks else None, tensor_of(node)
     if before is None or after is None or before.dim() != after.dim():
         return False
     pairs = zip(sizes.of(before), sizes.of(after), strict=True)
-    return any(not same(kept, whole) and _is_most(kept, whole) for whole, kept in pairs)
+    return any(not same(kept, whole) and _is_most(kept, whole, ranks) for whole, kept in pairs)
 
 
-def _is_most(kept: Size, whole: Size) -> bool:
-    """True for no less than half, of numbers: the fused op multiplies all rows."""
-    if isinstance(whole, int):
-        return isinstance(kept, int) and whole - kept <= min(kept, _TILE)
-    return is_within(canonical(whole - kept), 0, _TILE)
+def _is_most(kept: Size, whole: Size, ranks: int) -> bool:
+    """True where few rows are cut off, since the fused op multiplies all: of symbols, at most two for each rank.
+
+    Of numbers, fewer than there are ranks, and no more than stay; or a sixteenth of these, and no more than of symbols.
+    """
+    cut = canonical(whole - kept)
+    if isinstance(kept, int) and isinstance(cut, int):
+        return 0 < cut <= max(min(ranks - 1, kept), min(2 * ranks, kept // 16))
+    return is_within(cut, 0, 2 * ranks)
 
 
-def find_cuts(propagation: Propagation, sizes: Sizes) -> Iterator[Cut]:
+def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cut]:
     """Views of a followed tensor without the last indices of one of its dimensions."""
     for whole, view in propagation.maps.items():
         for user in whole.users:
-            value = tensor_of(whole) if unpads(user, sizes) else None
+            value = tensor_of(whole) if unpads(user, ranks, sizes) else None
             axis = None if value is None else _cut_dimension(user, whole, sizes)
             if value is None or axis is None:
                 continue

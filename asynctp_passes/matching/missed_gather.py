@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import fx
 
@@ -49,7 +50,7 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
         refusal = Refusal(reasons.ALL_TO_ALL, f"{piece.name} is piece {piece.args[1]} of {gather.group_size}")
         return Candidate(gather, None, (refusal,), gather.results)  # what follows has other names on other ranks
     misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
-    misses = [_named(miss, region.context.sizes) for miss in (*misses, *_near_gather(region, refused))]
+    misses = [_named(gather, miss, region.context.sizes) for miss in (*misses, *_near_gather(region, refused))]
     if any(miss.refusal.reason is reasons.PIECES_MISSING for miss in misses) and (
         parts := _in_all_parts(region.context.propagation_of(gather), region.context.sizes)
     ):
@@ -58,8 +59,8 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
     nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
     given = _is_given(gather.source)
-    weights = weights or (given and _computes_with_rows(misses[0].nodes))
-    may_be = given and any(map(near_miss.mixes_rows, misses[0].nodes))
+    way = misses[0].nodes
+    may_be = given and (_computes_with_rows(way) or any(map(near_miss.mixes_rows, way)))
     return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, None, (), weights, may_be)
 
 
@@ -87,9 +88,9 @@ class _Miss:
     nodes: tuple[fx.Node, ...] = ()
 
 
-def _named(miss: _Miss, sizes: Sizes) -> _Miss:
+def _named(gather: Collective, miss: _Miss, sizes: Sizes) -> _Miss:
     """A miss for want of pieces that were only padding is one for uneven shards."""
-    cut = next((node for node in miss.nodes if unpads(node, sizes)), None)
+    cut = next((node for node in miss.nodes if unpads(node, gather.group_size, sizes)), None)
     if cut is None or miss.refusal.reason is not reasons.PIECES_MISSING:
         return miss
     return replace(miss, refusal=Refusal(reasons.UNEVEN_SHARDS, f"{op_name(cut)} {cut.name}: {miss.refusal.facts}"))
@@ -143,7 +144,7 @@ def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
         return Refusal(reasons.MATMUL_PADDED, near_miss.names(way))
     if refusal is not None and refusal.reason is not reasons.COMPUTED_BETWEEN:
         return Refusal(refusal.reason, f"{near_miss.names(way)}; {refusal.facts}")
-    quantized = any(near_miss.quantizes(step) for step in way)
+    quantized = any(near_miss.quantizes(step, then) for step, then in pairwise(way))
     reason = reasons.QUANTIZED_AFTER_GATHER if quantized else reasons.COMPUTED_BETWEEN
     whole = any(map(near_miss.mixes_rows, way))
     return Refusal(reason, near_miss.names(way) + (f"; {refusal.facts}" if refusal else ""), whole)

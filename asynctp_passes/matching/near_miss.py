@@ -84,7 +84,8 @@ def follows_rows(user: fx.Node, source: fx.Node) -> bool:
     """True where an op makes rows of the tensor `source`, which is not only the numbers of rows that it picks."""
     if looks_up(user, source):
         return False
-    return transparent(user) or is_matmul(user) or (_has_rows(source) and _has_rows(user))
+    rows = _has_rows(source) and (_has_rows(user) or _has_as_many(user, source))
+    return transparent(user) or is_matmul(user) or rows
 
 
 def mixes_rows(node: fx.Node) -> bool:
@@ -112,8 +113,18 @@ def _is_unknown(node: fx.Node) -> bool:
 
 def _has_rows(node: fx.Node) -> bool:
     """True for a tensor, or one of several, that holds rows of numbers; vectors and columns hold statistics."""
-    rows = (value for value in values_of(node) if value.dim() > 1 and not identical(value.shape[-1], 1))
-    return any(value.is_floating_point() or value.is_complex() or value.dtype == torch.int8 for value in rows)
+    return any(value.dim() > 1 and not identical(value.shape[-1], 1) for value in _numbers(node))
+
+
+def _has_as_many(node: fx.Node, other: fx.Node) -> bool:
+    """True for a tensor, or one of several, of as many elements as another one."""
+    return any(identical(a.numel(), b.numel()) for a in _numbers(node) for b in _numbers(other))
+
+
+def _numbers(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node returns, without those of indices and masks."""
+    found = values_of(node)
+    return [one for one in found if one.is_floating_point() or one.is_complex() or one.dtype == torch.int8]
 
 
 def reduces(node: fx.Node) -> bool:
@@ -171,9 +182,10 @@ class Ways:
         return steps if start in self else []
 
 
-def quantizes(node: fx.Node) -> bool:
-    """True for an op that makes fp8 or int8 of wider numbers."""
-    narrow = [value for value in values_of(node) if value.dtype.itemsize == 1 and value.dtype != torch.bool]
+def quantizes(node: fx.Node, then: fx.Node) -> bool:
+    """True for an op that makes fp8 or int8 of wider numbers, for the node after it on a way."""
+    item = op_name(then) == "getitem" and then.args[0] is node
+    narrow = [value for value in values_of(then if item else node) if value.dtype.itemsize == 1 and value.dtype != torch.bool]
     made = any(value.dtype.is_floating_point or value.dtype == torch.int8 for value in narrow)
     sources = (tensor_of(source) for source in node.all_input_nodes)
     wide = any(value.is_floating_point() and value.dtype.itemsize > 1 for value in sources if value is not None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from graph_builder import GraphBuilder, aten
-from reason_rows import gathered, product, row
+from reason_rows import gathered, product, row, times
 from torch.fx import Node
 
 _OWN_OPS = torch.library.Library("own_like", "FRAGMENT")
@@ -170,6 +170,12 @@ def own_op_that_takes_a_group(b: GraphBuilder) -> Node:
 def own_op_of_gathered_keys(b: GraphBuilder) -> Node:
     made = called(b, own.embed, b.input("ids", [6], torch.int64), gathered(b), shape=(6, 12))
     return b.mm(made, b.input("w", [12, 6]))
+
+
+@row("COMPUTED_BETWEEN", "combine -> reshape -> mm")
+def own_op_that_returns_one_dimension(b: GraphBuilder) -> Node:
+    """As many numbers as it takes."""
+    return times(b, b.reshape(called(b, own.combine, gathered(b), shape=(128,)), [16, 8]))
 
 
 # --- matmuls by other names ----------------------------------------------------------------------------------------

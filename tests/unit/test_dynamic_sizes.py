@@ -23,7 +23,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from asynctp_passes.ir.sizes import Sizes, express, quotient
+from asynctp_passes.ir.sizes import Sizes, express, is_within, quotient
 
 
 @dataclass(frozen=True)
@@ -342,6 +342,24 @@ def test_a_size_that_is_no_node() -> None:
     other = b.reshape(x, [x.meta["val"].shape[0], 2, 4])
     scale = b.reshape(b.input("scale", [1]), [])
     assert outcomes(run_pass(b.returns(b.scaled_mm(b.gather(x), w, scale, b.one()), other))) == ["F"]
+
+
+@pytest.mark.parametrize(
+    ("left", "values"),
+    [
+        (lambda n: -n % 4, (0, 3)),
+        (lambda n: 4 - n % 4, (1, 4)),
+        (lambda n: n % 2 + n % 3, (0, 3)),
+        (lambda n: n // 2 - n // 4 * 2, (0, 1)),
+        (lambda n: n - n // 4, None),
+        (lambda n: n, None),
+    ],
+)
+def test_what_divisions_leave_is_bounded(left: Callable[[Any], Any], values: tuple[int, int] | None) -> None:
+    b = GraphBuilder()
+    size = Sizes(b.graph).read(left(b.input("x", [15, 8], dynamic=0).meta["val"].shape[0]))
+    assert is_within(size, *(values or (0, 1000))) == (values is not None)
+    assert not (values and is_within(size, values[0], values[1] - 1))
 
 
 @pytest.mark.parametrize(
