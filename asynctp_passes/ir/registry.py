@@ -21,7 +21,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from asynctp_passes.ir.local_ops import ATTENTION, COMMUNICATING, LIBRARIES, MULTIPLYING, NORMALIZING, OTHER_KINDS, TORCH
+from asynctp_passes.ir.local_ops import (
+    ATTENTION,
+    COMMUNICATING,
+    LIBRARIES,
+    MULTIPLYING,
+    NORMALIZING,
+    OTHER_KINDS,
+    TORCH,
+)
 from asynctp_passes.torch_private import process_groups, torch_ops
 
 __all__ = [

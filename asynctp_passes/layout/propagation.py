@@ -485,8 +485,10 @@ def _cat(call: _Call) -> Result:
     terms = [call.propagation.terms[tensor] for tensor in tensors]
     if any(one != terms[0] for one in terms):
         names = [tensor.name for tensor in tensors]
-        if set.intersection(*(set(one.counts) for one in terms)):
-            return Refusal(reasons.COMPUTED_BETWEEN, f"joins pieces with factors or terms of their own: {', '.join(names)}")
+        shared = set.intersection(*(set(one.counts) for one in terms))
+        if any(source in call.propagation.maps for source in shared):
+            facts = f"joins pieces of one product, with factors or terms of their own: {', '.join(names)}"
+            return Refusal(reasons.COMPUTED_BETWEEN, facts)
         rows = call.values["dim"] % len(maps[0].dims) < len(maps[0].dims) - 1  # type: ignore[union-attr]
         reason = reasons.TAKEN_IN_PARTS if rows else reasons.VIEW_NOT_UNDERSTOOD
         return Refusal(reason, f"joins pieces of different products: {', '.join(names)}")

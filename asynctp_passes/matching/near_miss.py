@@ -33,7 +33,6 @@ from asynctp_passes.ir.order import opaque_ops, surely_starts
 from asynctp_passes.ir.registry import attends, can_promise, normalizes, promise_of, schema_name
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
-from asynctp_passes.torch_private import torch_ops
 
 __all__ = [
     "Ways",
@@ -185,7 +184,9 @@ class Ways:
 def quantizes(node: fx.Node, then: fx.Node) -> bool:
     """True for an op that makes fp8 or int8 of wider numbers, for the node after it on a way."""
     item = op_name(then) == "getitem" and then.args[0] is node
-    narrow = [value for value in values_of(then if item else node) if value.dtype.itemsize == 1 and value.dtype != torch.bool]
+    narrow = [
+        value for value in values_of(then if item else node) if value.dtype.itemsize == 1 and value.dtype != torch.bool
+    ]
     made = any(value.dtype.is_floating_point or value.dtype == torch.int8 for value in narrow)
     sources = (tensor_of(source) for source in node.all_input_nodes)
     wide = any(value.is_floating_point() and value.dtype.itemsize > 1 for value in sources if value is not None)

@@ -122,7 +122,7 @@ def columns_of_two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.cat([product(b), product(b, "c")], dim=1))
 
 
-@row("COMPUTED_BETWEEN", "joins pieces with factors or terms of their own: mul, slice_2")
+@row("COMPUTED_BETWEEN", "joins pieces of one product, with factors or terms of their own: mul, slice_2")
 def one_product_whose_halves_are_scaled_apart(b: GraphBuilder) -> Node:
     whole = product(b)
     first, second = (b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, 8), (8, 16)))
