@@ -20,6 +20,7 @@ from asynctp_passes.ir.matmuls import added_matrix, contracts_rows, is_matmul
 from asynctp_passes.ir.nodes import dtype_of, is_size, nodes_in, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Size, product, quotient, same
+from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import ScatterPlacement, incomplete, locate_scatter
 from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, propagate, sources_of
@@ -55,6 +56,7 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
         shown = [*region, *matmul_nodes, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
         weights = _reduces_weights(context, scatter, shown)
         may_be = scatter.node not in context.above_matmuls and any(map(near_miss.mixes_rows, way))
+        weights = weights or (may_be and phase_of(context.graph) == "backward")
         return Candidate(scatter, None, (chain,), context.sorted(shown), None, (), weights, may_be)
     nodes = context.sorted([*chain.views, *nodes_of(chain.matmuls), *scatter.nodes])
     return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(context, scatter, nodes))

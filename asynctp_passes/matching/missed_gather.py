@@ -29,6 +29,7 @@ from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import arguments, first_tensor, is_size, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Size, Sizes, canonical, product, same
+from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.placement import RankPlacement, incomplete, locate_ranks
 from asynctp_passes.layout.propagation import Propagation, is_view, pads_at_end, views_of
 from asynctp_passes.matching import near_miss
@@ -60,14 +61,18 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
     given = _is_given(gather.source)
     way = misses[0].nodes
-    may_be = given and (_computes_with_rows(way) or any(map(near_miss.mixes_rows, way)))
+    weights = weights or (given and _computes_with_rows(way))
+    may_be = given and any(map(near_miss.mixes_rows, way))
     return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, None, (), weights, may_be)
 
 
 def _computes_with_rows(way: Sequence[fx.Node]) -> bool:
-    """True for a way on which rows are looked up, and something is computed of them before they are multiplied."""
-    looked_up = any(traits_of(node).view is View.PICK for node in way)
-    return looked_up and not all(is_view(node) or is_matmul(node) for node in way)
+    """True where a way begins with a lookup by an input of the graph, and something is computed before the matmul."""
+    pick = next((node for node in way if not is_view(node) or traits_of(node).view is View.PICK), None)
+    if pick is None or traits_of(pick).view is not View.PICK or all(is_view(node) or is_matmul(node) for node in way):
+        return False
+    numbers = (node for node in pick.all_input_nodes if node is not first_tensor(pick))
+    return any(node.op == "placeholder" for node in reachable(numbers, where=lambda node: not is_size(node)))
 
 
 def _is_given(node: fx.Node) -> bool:

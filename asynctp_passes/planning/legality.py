@@ -263,11 +263,14 @@ def _evidence(candidate: Candidate, key: str) -> str:
     if value is not None and value.dim() < 2:
         return f"{group}: a vector"
     products = [node.name for node in candidate.nodes if is_matmul(node)]
-    if not candidate.weights:
-        way = [node for node in candidate.nodes if node not in candidate.collective.nodes]
-        told = next(node.name for node in way if mixes_rows(node) or traits_of(node).view is View.PICK)
-        return f"{group}: {told} is on the way, and others of the group look like these"
+    if candidate.may_be_weights:
+        way = (node for node in candidate.nodes if node not in candidate.collective.nodes)
+        told = next(filter(mixes_rows, way)).name
+        return f"{group}: {told} is on the way, as of a convolution's weight or a table of embeddings"
     if candidate.collective.kind == "all_gather":
+        picked = next((node.name for node in candidate.nodes if traits_of(node).view is View.PICK), None)
+        if picked is not None:
+            return f"{group}: {picked} picks rows of an input of the graph"
         return f"{group}: the right operand of {products[-1]}"
     return f"{group}: by strides, the left operand of {', '.join(products)} is transposed, and no matmul follows"
 

@@ -264,7 +264,7 @@ def _by_module(remarks: Iterable[Remark]) -> dict[str, dict[str, int]]:
 
 
 def _opaque_notes(reports: list[Report]) -> list[str]:
-    """What notes say of ops that may communicate."""
+    """The notes of ops that may communicate, each once."""
     return list(dict.fromkeys(str(note) for report in reports for note in report.notes if note.kind == "opaque"))
 
 

@@ -268,18 +268,17 @@ def all_to_all(b: GraphBuilder) -> Node:
 
 
 # --- lookups ------------------------------------------------------------------------------------------------------
-@row("WEIGHT_GATHER", "embedding is on the way, and others of the group look like these")
-def embeddings_of_a_gathered_table(b: GraphBuilder) -> tuple[Node, ...]:
-    """FSDP's, as the other weight tells; a norm comes before the matmul."""
-    weight = b.gather(b.input("w", [2, 12], torch.bfloat16))
+@row("WEIGHT_GATHER", "embedding picks rows of an input of the graph")
+def embeddings_of_a_gathered_table(b: GraphBuilder) -> Node:
+    """FSDP's; a norm comes before the matmul."""
     table = b.gather(b.call(torch.ops.prims.convert_element_type.default, b.input("table", [4, 8]), torch.bfloat16))
     rows = b.call(aten.embedding.default, table, b.input("tokens", [20], torch.int64))
-    return (b.mm(b.call(aten.mul.Tensor, rows, rows), weight),)
+    return b.mm(b.call(aten.mul.Tensor, rows, rows), b.input("w", [8, 12], torch.bfloat16))
 
 
 @row("PIECES_MISSING", "relu -> index -> mm")
 def rows_picked_of_what_is_computed(b: GraphBuilder) -> Node:
-    """No group of weights: what is looked up are activations."""
+    """No table: what is looked up was computed."""
     picked = b.call(aten.index.Tensor, b.relu(gathered(b)), [b.input("last", [3], torch.int64)])
     return times(b, picked)
 

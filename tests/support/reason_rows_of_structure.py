@@ -282,7 +282,7 @@ def _convolved(b: GraphBuilder, x: Node, kernel: Node) -> Node:
     return b.mm(b.reshape(b.call(aten.permute.default, made, [0, 2, 1]), [16, 8]), b.input("v", [8, 12]))
 
 
-@row("WEIGHT_GATHER", "convolution is on the way, and others")
+@row("WEIGHT_GATHER", "convolution is on the way, as of")
 def convolved_by_a_gathered_kernel(b: GraphBuilder) -> tuple[Node, ...]:
     """FSDP's, as a linear's weight beside it tells."""
     weight = b.gather(b.input("weight", [2, 8]))
@@ -290,12 +290,18 @@ def convolved_by_a_gathered_kernel(b: GraphBuilder) -> tuple[Node, ...]:
     return _convolved(b, b.mm(b.input("x", [16, 8]), weight), kernel), kernel
 
 
-@row("WEIGHT_GRADIENT", "index_put is on the way, and others")
+@row("WEIGHT_GRADIENT", "index_put is on the way, as of")
 def gradient_of_a_table_of_embeddings(b: GraphBuilder) -> tuple[Node, ...]:
     """Beside that of a linear's weight."""
     x, grad = b.input("x", [16, 8]), times(b, b.input("a", [16, 8]), 8)
     weight = b.all_reduce(b.mm(b.call(aten.permute.default, x, [1, 0]), grad))
     return weight, b.all_reduce(_stored(b, grad))
+
+
+@row("WEIGHT_GRADIENT", "index_put is on the way, as of")
+def gradient_of_the_only_table(b: GraphBuilder) -> Node:
+    """Of a backward, by the name of its input."""
+    return b.all_reduce(_stored(b, times(b, b.input("tangents_1", [16, 8]), 8)))
 
 
 @row("NO_MATMUL", "used by aten._scaled_dot_product_flash_attention_for_cpu.default")
