@@ -250,7 +250,7 @@ COMPUTED_BETWEEN = _miss(
     "ATP105",
     "COMPUTED_BETWEEN",
     "an operation changes values between the collective and the matmul",
-    "apply row-wise operations to the shard before the gather. Nothing to do for others, as a sum over tokens",
+    "apply row-wise operations to the shard before the gather",
     "apply the operation to the collective's result: it then works on the sum, so see that the program means that",
 )
 QUANTIZED_AFTER_GATHER = _miss(

@@ -216,7 +216,7 @@ def known_rowwise(node: fx.Node) -> str:
     """The words for an operation that is not known to be row-wise, with the line that would register it."""
     name = op_name(node)
     own = f': if it is, register_rowwise("{schema_name(name)}")' if can_promise(name) else ""
-    return f"known to be row-wise{own}"
+    return f"known to be row-wise{own or '; nothing to do, if it is not'}"
 
 
 def unknown(nodes: Sequence[fx.Node]) -> str:
