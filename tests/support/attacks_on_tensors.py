@@ -621,7 +621,7 @@ TENSORS: dict[str, tuple[Attack, list[str]]] = {
     "columns padded by less than none": (rows_padded_by(0, -1, multiply=times_smaller_weight), ["ATP114"]),
     "rows and columns padded by less than none": (
         rows_padded_by(0, -1, 0, -1, multiply=times_smaller_weight),
-        ["ATP104"],
+        ["ATP114"],
     ),
     "rows padded by less than half": (rows_padded_by(0, 0, 0, -5, multiply=times_weight), ["ATP103"]),
     "rows cut off, some more": (rows_cut_off(lambda b, x: times_weight(b, cut_off(b, x, end=6))), ["ATP114"]),
