@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ranks import PATIENCE, forking
+from ranks import PATIENCE, forking, take_environment
 
 _TESTS = Path(__file__).resolve().parents[1]
 
@@ -101,8 +101,7 @@ def _run(
         os.dup2(opened, stream)
         os.close(opened)
     os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environment)
+    take_environment(environment)
     sys.argv[:] = [str(path), *arguments]
     sys.path[:] = [
         str(path.parent),

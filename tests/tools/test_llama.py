@@ -203,8 +203,8 @@ def test_serve(trained: Path, tmp_path: Path) -> None:
     """
     shape = ["--batch", "4", "--batches", "3", "--decode", "4", "--min-prompt", "5", "--max-prompt", "24"]
     shape += ["--blocks", "1"]
-    weights = ["--checkpoint", str(trained / "saved" / "step-00000012")]
-    out = run_torchrun("serve_prefill.py", *STRICT, *shape, *weights, "--check", "--json", "new/out.json", cwd=tmp_path)
+    shape += ["--checkpoint", str(trained / "saved" / "step-00000012")]
+    out = run_forked_ranks("serve_prefill.py", *STRICT, *shape, "--check", "--json", "new/out.json", cwd=tmp_path)
     for step in ("warm up and compile, 3 of 3", "answer and time batches, 3 of 3", "check batches, 3 of 3", "done"):
         assert out.count(f"serve_prefill: {step} (the step before took ") == 1, "one rank says it"
     assert "from those of plain Inductor (limit 1e-04); 0 of 48 bytes do" in out
