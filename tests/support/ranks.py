@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.forkserver
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -115,7 +116,8 @@ def forking() -> Any:
         state.update(_servers[read])
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    with mock.patch.dict(os.environ):
+    # Python 3.11 does not tell that process where modules are, and passes over those that are not found
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         if _NO_CACHES in os.environ.items():
             del os.environ[_NO_CACHES[0]]
         multiprocessing.forkserver.ensure_running()
@@ -124,6 +126,7 @@ def forking() -> Any:
 
 def take_environment(environment: Mapping[str, str]) -> None:
     """On a process that was forked: have this environment, and no other."""
+    assert "warm" in sys.modules, "the process from which this one was forked has not imported what is preloaded"
     os.environ.clear()
     os.environ.update(environment)
     if _NO_CACHES in environment.items():
