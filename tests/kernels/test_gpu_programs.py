@@ -85,7 +85,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Proc
 
 @pytest.fixture
 def large_products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's fp8 product on CPU takes a minute where this takes a moment, and in fp32 these integers are exact, too."""
+    """Torch takes a minute for an fp8 product on CPU. In fp32 these integers are exact, too, and come in a moment."""
     in_fp8 = torch_ops.scaled_mm
 
     def product(
