@@ -389,7 +389,7 @@ EXTREMES: dict[str, tuple[Any, tuple[float, ...], dict[str, Any]]] = {
 
 
 def _async_input(rank: int, world: int, seed: int) -> list[bool]:
-    """The GEMM by itself, on rows that have come: several Bs, any pivot, ragged chunks, words of any value; they stay."""
+    """The GEMM by itself, on rows that have come: several Bs, any pivot, ragged chunks, words that stay."""
     import torch
     from asynctp_kernels import async_input_matmul
     from asynctp_kernels.cuda.plans import async_input
