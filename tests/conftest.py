@@ -20,15 +20,16 @@ from profiles import THOROUGH
 #: files that take minutes, the longest first: begun last, one of them would run alone
 LONGEST = (
     "test_backend.py",
-    "test_channel_model.py",
-    "test_llama.py",
+    "test_leaving.py",
     "test_interpreted_ops.py",
     "test_recipes.py",
-    "test_demo.py",
-    "test_pingpong.py",
-    "test_compiled_kernels.py",
+    "test_rank_cases.py",
+    "test_llama.py",
     "test_interpreted_unlike.py",
     "test_interpreted_bits.py",
+    "test_picture.py",
+    "test_channel_model.py",
+    "test_accord.py",
 )
 
 

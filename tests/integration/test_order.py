@@ -273,6 +273,29 @@ def test_generated_code_communicates_in_the_order_of_the_program(
     assert len(orders[0]) > 1
 
 
+def test_a_subgraph_keeps_its_place_among_collectives(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no kernel that Inductor could be told about: the graph ties it to those before and after it."""
+    kept: list[dict[str, set[str]]] = []
+    keep_order = inductor_order.keep_order
+
+    def keep(graph: Graph, after: dict[Node, list[Node]]) -> list[Node]:
+        kept.append({node.name: {each.name for each in earlier} for node, earlier in after.items()})
+        return keep_order(graph, after)
+
+    def program(x: Tensor, groups: Groups) -> list[Tensor]:
+        total = all_reduce(x.sin(), "sum", groups[0])
+        one, two = (lambda x, factor=factor: all_reduce(x * factor, "sum", groups[1]) for factor in (2, 3))
+        either = torch.cond(x.sum() > 0, one, two, (x,))
+        return [all_gather_tensor(x, 0, groups[2]), either, total]
+
+    monkeypatch.setattr(inductor_order, "keep_order", keep)
+    with torch.no_grad():
+        torch.compile(program, backend="asynctp", options={"strict": "off", "log": False})(tensor(8, 8), groups)
+    (after,) = (each for each in kept if "cond" in each)
+    assert after["cond"] == {"all_reduce"}
+    assert "cond" in after["all_gather_into_tensor"]
+
+
 def test_an_op_without_a_result_cannot_be_waited_for(groups: Groups, caplog: pytest.LogCaptureFixture) -> None:
     """It is said, and what comes before it keeps its order with what comes after it."""
 

@@ -10,15 +10,17 @@ import pytest
 from interpreter import interpreter_fault
 from scripts import run_forked
 
+INTERPRETED = {"TRITON_INTERPRET": "1", "ASYNCTP_CPU_IMPLEMENTATION": "interpreted"}
 CASES = sorted((Path(__file__).parents[1] / "support" / "rank_cases").glob("*.py"))
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 def test_case(case: Path) -> None:
-    if "interpreted=True" in case.read_text() and (fault := interpreter_fault()):
+    interpreted = "interpreted=True" in case.read_text()
+    if interpreted and (fault := interpreter_fault()):
         pytest.skip(fault)
-    with mock.patch.dict(os.environ, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1"):  # as `rank_harness` does, before torch
+    with mock.patch.dict(os.environ, INTERPRETED if interpreted else {}):  # as `rank_harness` does, before triton
         run = run_forked(case, paths=True, timeout_s=240)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count(": right") >= 2, run.stdout

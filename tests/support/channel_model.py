@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
+from operator import or_
 
 from asynctp_kernels.cuda.runtime.script import (
     Await,
@@ -87,6 +88,14 @@ class Model:
             thread.append(Action("done", "done"))
         if case.watch is not None:
             self._add_watches(case.watch, case.world, size)
+        # of each thread: the bits that its actions from one on look at, and change
+        self.to_come = [
+            tuple(
+                list(accumulate((getattr(action, bits) for action in reversed(actions)), or_))[::-1]
+                for bits in ("reads", "writes")
+            )
+            for actions in self.threads
+        ]
 
     def _add_watches(self, watch: Watching, world: int, size: int) -> None:
         """The thread of each rank's watch: it fails, tells all others, waits for them, lets go."""
@@ -229,15 +238,12 @@ class Model:
         off forever. `_undisturbed` may think that others can do more than they can, never less.
         """
         pcs, words, _ = state
-        able = [
-            thread
-            for thread, (actions, pc) in enumerate(zip(self.threads, pcs, strict=True))
-            if self._able(actions[pc], pcs, words)
-        ]
-        if reduced:
-            for thread in able:
-                if self._undisturbed(state, thread):
+        may, able = _can if self.watch is None else self._able, list[int]()
+        for thread, (actions, pc) in enumerate(zip(self.threads, pcs, strict=True)):
+            if may(actions[pc], pcs, words):
+                if reduced and self._undisturbed(state, thread):
                     return [thread]
+                able.append(thread)
         return able
 
     def _able(self, action: Action, pcs: Sequence[int], words: Sequence[int]) -> bool:
@@ -249,7 +255,11 @@ class Model:
         """Whether nothing that others can do before `thread` goes on conflicts with its next action."""
         pcs, words, _ = state
         mine = self.threads[thread][pcs[thread]]
-        if not mine.reads | mine.writes:
+        if not any(
+            mine.writes & (reads[pc] | writes[pc]) or mine.reads & writes[pc]
+            for other, ((reads, writes), pc) in enumerate(zip(self.to_come, pcs, strict=True))
+            if other != thread
+        ):
             return True
         reach, highest, moved = list(pcs), list(words), True
         seen = [{word} for word in words]
@@ -293,7 +303,7 @@ class Model:
                 changed[i] = value
             memory = bytes(changed)
         pcs = (*pcs[:thread], pcs[thread] + 1, *pcs[thread + 1 :])
-        return (pcs, words, memory), [finding for finding in findings if finding]
+        return (pcs, words, memory), [finding for finding in findings if finding] if findings else findings
 
     def _has_failed(self, thread: int, words: Sequence[int]) -> bool:
         return bool(self.failed) and bool(words[self.failed[self.ranks[thread]]])

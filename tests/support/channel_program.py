@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks, cut, cut_own, in_blocks
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, MAX_OWN, Words
@@ -249,10 +251,11 @@ class Rank:
     def wire(self) -> WireChunks:
         return Quarters(self.part)
 
-    def at(self, name: str, rank: int | None = None) -> int:
-        """Address of a buffer. A gathered A and a staging never live at the same time: one `local` for both.
+    @cached_property
+    def starts(self) -> tuple[dict[str, int], int]:
+        """Where each buffer of a rank begins in its memory, and how much that is.
 
-        Outbox and inbox are one too: `box`.
+        A gathered A and a staging never live at the same time: one `local` for both. Outbox and inbox are `box`, too.
         """
         calls = self.case.all
         scales = 4 * ROWS * any(call.scales or call.keep_scales for call in calls)
@@ -263,9 +266,13 @@ class Rank:
         if any(call.flies for call in calls):  # two may be in flight, each with memory of its own
             flying = {"own": self.part, "local": self.world * self.part, "out": self.part}
             sizes |= {f"{buffer} {turn}": size for turn in (0, 1) for buffer, size in flying.items()}
-        names = list(sizes)
-        before = sum(sizes[other] for other in names[: names.index(name)])
-        return (self.rank if rank is None else rank) * sum(sizes.values()) + before
+        ends = list(accumulate(sizes.values(), initial=0))
+        return dict(zip(sizes, ends, strict=False)), ends[-1]
+
+    def at(self, name: str, rank: int | None = None) -> int:
+        """Address of a buffer, of this rank or another."""
+        starts, size = self.starts
+        return (self.rank if rank is None else rank) * size + starts[name]
 
     def of_call(self, number: int, buffer: str) -> int:
         """Address of a buffer that a bulk call has for itself."""

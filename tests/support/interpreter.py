@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
 import inspect
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_OF_KERNELS = ("asynctp_kernels.", "triton.language")
 KERNELS = str(Path(__file__).parents[2] / "kernels")
 
 
@@ -29,8 +33,8 @@ def interpret_quickly() -> None:
     """Let launches of this process look only once for what the interpreter replaces in Triton's modules.
 
     It looks through all members of these modules at each launch, and at each call of a function in a kernel, and makes
-    a table of dtypes for each value: a third of the time that kernels take. Does nothing where kernels are not
-    interpreted.
+    a table of dtypes for each value: a third of the time that kernels take. Another quarter goes to whether sums and
+    products of integers overflow, which the thorough profile asks. Does nothing where kernels are not interpreted.
     """
     if os.environ.get("TRITON_INTERPRET") == "1":
         from triton.runtime import interpreter
@@ -38,9 +42,25 @@ def interpret_quickly() -> None:
         if isinstance(interpreter.inspect, _Inspect):
             return
         interpreter.inspect = _Inspect()  # type: ignore[attr-defined]
+        thorough, builder = os.environ.get("HYPOTHESIS_PROFILE") == "thorough", interpreter.interpreter_builder
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=thorough)
         interpreter._get_np_dtype = _looked_up_once(interpreter)
         if hasattr(interpreter, "_LangPatchScope"):  # of Triton that can undo what it replaced
             interpreter._patch_lang = _replacing_once(interpreter)
+
+
+def rewrite_kernels() -> None:
+    """Let the interpreter rewrite all functions of kernels now: else each rank does when it first calls them."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from asynctp_kernels.cuda import gemm
+        from triton.runtime.interpreter import InterpretedFunction
+
+        for module in pkgutil.iter_modules(gemm.__path__, f"{gemm.__name__}."):
+            importlib.import_module(module.name)
+        for name, module in list(sys.modules.items()):
+            members = list(vars(module).values()) if name.startswith(_OF_KERNELS) else []
+            for function in (each for each in members if type(each) is InterpretedFunction):
+                function.rewrite()
 
 
 def _looked_up_once(interpreter: Any) -> Callable[[Any], Any]:

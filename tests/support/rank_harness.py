@@ -32,7 +32,6 @@ _SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "ASYNCTP_TIMEOUT_S": "15",
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
 }
 for _name, _value in _SETTINGS.items():  # before torch is imported
     os.environ.setdefault(_name, _value)
@@ -178,6 +177,7 @@ def _rank(
     heard = _Heard()
     logging.getLogger("asynctp_passes").addHandler(heard)
     logging.lastResort = None
+    torch.compiler.config.force_disable_caches = True
     torch._inductor.config.fallback_by_default = not kernels
     warnings.simplefilter("ignore")
 

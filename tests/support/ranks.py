@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import multiprocessing.forkserver
 import os
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -89,7 +91,9 @@ _PRELOADED = [
     "warm",
 ]
 _READ_AT_IMPORT = ("OMP_", "TORCH", "PYTORCH", "TRITON_", "PYTHON")
-_READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHELASTIC_RESTART_COUNT")
+#: `take_environment` does what torch does with it at import
+_NO_CACHES = ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
 #: what is known of the process from which others are forked, by the environment that it read; the last is in use
 _servers: dict[frozenset[tuple[str, str]], dict[str, Any]] = {}
 
@@ -100,7 +104,9 @@ def forking() -> Any:
     There is one such process for each environment, as long as this process lives: torch takes seconds to import.
     """
     read = frozenset(
-        item for item in os.environ.items() if item[0].startswith(_READ_AT_IMPORT) and item[0] not in _READ_LATER
+        item
+        for item in os.environ.items()
+        if item[0].startswith(_READ_AT_IMPORT) and item[0] not in _READ_LATER and item != _NO_CACHES
     )
     if not _servers or next(reversed(_servers)) != read:
         state = vars(multiprocessing.forkserver._forkserver)  # type: ignore[attr-defined]
@@ -110,7 +116,21 @@ def forking() -> Any:
         state.update(_servers[read])
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
+    # Python 3.11 does not tell that process where modules are, and passes over those that are not found
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        if _NO_CACHES in os.environ.items():
+            del os.environ[_NO_CACHES[0]]
+        multiprocessing.forkserver.ensure_running()
     return context
+
+
+def take_environment(environment: Mapping[str, str]) -> None:
+    """On a process that was forked: have this environment, and no other."""
+    assert "warm" in sys.modules, "the process from which this one was forked has not imported what is preloaded"
+    os.environ.clear()
+    os.environ.update(environment)
+    if _NO_CACHES in environment.items():
+        torch.compiler.config.force_disable_caches = True
 
 
 def _rank_main(
@@ -121,8 +141,7 @@ def _rank_main(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
+    take_environment(environment)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     interpret_quickly()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ranks import PATIENCE, forking
+from ranks import PATIENCE, forking, take_environment
 
 _TESTS = Path(__file__).resolve().parents[1]
 
@@ -73,6 +74,34 @@ def run_forked(
         return subprocess.CompletedProcess([str(path), *arguments], process.exitcode, out, err)
 
 
+def run_forked_ranks(path: Path, *arguments: str, cwd: Path, ranks: int = 2) -> str:
+    """The first rank's output and errors; a script is run as torchrun would, on ranks that are forked on the CPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ASYNCTP_")} | shared
+    environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(rank)) for rank in range(ranks)]
+        processes = [
+            start_forked(
+                path,
+                *arguments,
+                cwd=cwd,
+                environment=environment | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+                files=[file, file],
+            )
+            for rank, file in enumerate(files)
+        ]
+        for process in processes:
+            process.join(400)
+            process.kill()
+            process.join()
+        codes, outputs = [process.exitcode for process in processes], [file.read_text() for file in files]
+    assert codes == [0] * ranks, f"{path.name} ended with {codes}:\n" + "\n".join(outputs)
+    return outputs[0]
+
+
 def start_forked(
     path: Path,
     *arguments: str,
@@ -101,8 +130,7 @@ def _run(
         os.dup2(opened, stream)
         os.close(opened)
     os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environment)
+    take_environment(environment)
     sys.argv[:] = [str(path), *arguments]
     sys.path[:] = [
         str(path.parent),

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch._dynamo
 from garbage import collect_rarely
+from interpreter import rewrite_kernels
 from torch._dynamo.utils import counters
 
 
@@ -24,4 +25,5 @@ def _first_compile() -> None:
 
 
 _first_compile()
+rewrite_kernels()
 collect_rarely()

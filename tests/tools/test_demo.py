@@ -7,6 +7,7 @@ import re
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from asynctp_passes.tools.demo.model import ModelSizes
 from asynctp_passes.tools.demo.show import chart, judge
 from asynctp_passes.tools.demo.train import Settings
 
+#: an option of newer torch
+QUICK = {"fallback_by_default": True} if "fallback_by_default" in torch._inductor.list_options() else {}
 README = Path(__file__).resolve().parents[2] / "README.md"
 FUSED = Remark("FUSED", "all_gather_matmul", "gather")
 MISSED = Remark("MISSED", "all_gather_matmul", "gather", code="ATP101", name="PIECES_REORDERED")
@@ -110,11 +113,21 @@ def test_a_failing_rank_ends_all(how: str, message: str, monkeypatch: pytest.Mon
     assert time.monotonic() - started < 100
 
 
+def train_quickly(rank: int, world_size: int, errors: Path, *args: Any) -> Any:
+    """`train_both`, with errors in a file. Inductor calls aten's kernels: to compile C++ takes most of the time."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
+    with torch._inductor.config.patch(QUICK):
+        return demo.train_both(rank, world_size, *args)
+
+
 @pytest.mark.ranks
 def test_short_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a user runs it, but with one block for two: compiling takes nearly all of the time."""
+    """With one block for two, on ranks that are forked from a process that has torch."""
     if torch.cuda.is_available():
         pytest.skip("the demo would take the GPUs")
+    context, errors = forking(), tmp_path / "errors"
+    monkeypatch.setattr(launch.mp, "get_context", lambda method: context)
+    monkeypatch.setattr(demo, "run_ranks", lambda count, fn, *args: run_ranks(count, train_quickly, errors, *args))
     monkeypatch.setattr(demo, "Settings", partial(Settings, sizes=ModelSizes(layers=1)))
     mine = tmp_path / "graphs" / "mine.html"
     mine.parent.mkdir()
@@ -122,6 +135,7 @@ def test_short_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatc
     (tmp_path / "reports.jsonl").write_text("of an earlier run\n")
     assert demo.run_demo(steps=3, ranks=2, out=tmp_path)
     out, progress = capfd.readouterr()
+    progress += errors.read_text()
     assert "demo: start 2 processes, and train in them" in progress
     assert "asynctp  compiling (inductor took " in progress
     assert "6/6" in progress.split("trained, the processes end")[0].splitlines()[-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from interpreter import interpreter_fault
 from ranks import run_ranks
+from scripts import run_forked_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asynctp_passes.tools import cli, e2e
@@ -88,8 +89,16 @@ def test_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: 
 def test_run_without_sequence_parallelism(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A forward and a step: two all-reduces in each direction, all fused, of rows and tokens that no rank divides."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    """A forward and a step: two all-reduces in each direction, all fused, of rows and tokens that no rank divides.
+
+    Ranks are forked from a process that has torch; `test_run_on_the_cpu` has torchrun start them.
+    """
+
+    def start(module: str, ranks: int, arguments: Sequence[str], cpu: bool = False) -> int:
+        print(run_forked_ranks(Path(e2e.__file__), *arguments, cwd=tmp_path, ranks=ranks))
+        return 0
+
+    monkeypatch.setattr(cli, "_start_ranks", start)
     given = ["--parallel", "tp", "--rows", "1", "--batches", "1x5", "--backends", "inductor,asynctp", "--blocks", "1"]
     assert cli.main(["bench", "--e2e", "--cpu", "--rounds", "1", "--out", str(tmp_path), *given, *QUICK]) == 0
     said = json.loads((tmp_path / "e2e.json").read_text())

@@ -38,7 +38,7 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 def test_every_example_has_a_test() -> None:
     texts = "".join((Path(__file__).with_name(name)).read_text() for name in ("test_examples.py", "test_llama.py"))
-    tested = set(re.findall(r'run_(?:example|torchrun)\("(\w+\.py)"', texts))
+    tested = set(re.findall(r'run_(?:example|torchrun|forked_ranks)\((?:\s*EXAMPLES / )?"(\w+\.py)"', texts))
     assert tested == {path.name for path in EXAMPLES.glob("*.py")}
 
 

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from profiles import thorough
-from scripts import start_forked
+from scripts import run_forked_ranks
 
 from asynctp_passes.tools.demo import recipe
 from asynctp_passes.tools.demo.recipe import RecipeError
@@ -47,33 +46,6 @@ def run_torchrun(name: str, *arguments: str, cwd: Path, ranks: int = 2, code: in
     )
     assert (done.returncode != 0) == (code != 0), f"{name} ended with {done.returncode}:\n{done.stdout}"
     return done.stdout
-
-
-def run_forked_ranks(name: str, *arguments: str, cwd: Path, ranks: int = 2) -> str:
-    """The first rank's output and errors; ranks are forked from a process that has torch, which saves seconds each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "CUDA_VISIBLE_DEVICES": ""}
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ASYNCTP_")} | shared
-    environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
-    files = [cwd / f"output.{rank}" for rank in range(ranks)]
-    processes = [
-        start_forked(
-            EXAMPLES / name,
-            *arguments,
-            cwd=cwd,
-            environment=environment | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-            files=[file, file],
-        )
-        for rank, file in enumerate(files)
-    ]
-    for process in processes:
-        process.join(400)
-        process.kill()
-        process.join()
-    codes, outputs = [process.exitcode for process in processes], [file.read_text() for file in files]
-    assert codes == [0] * ranks, f"{name} ended with {codes}:\n" + "\n".join(outputs)
-    return outputs[0]
 
 
 def example(name: str) -> ModuleType:
@@ -132,7 +104,9 @@ def test_resume_goes_on_exactly(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "saved" / "step-00000006", tmp_path / "saved" / "step-00000006")
     (tmp_path / "saved" / "step-00000009").mkdir()  # one that was not finished
     common = [*STRICT, "--checkpoint-dir", "saved", "--resume"]
-    out = run_forked_ranks("train_llama.py", *common, "--steps", "12", "--loss-log", "log.jsonl", cwd=tmp_path)
+    out = run_forked_ranks(
+        EXAMPLES / "train_llama.py", *common, "--steps", "12", "--loss-log", "log.jsonl", cwd=tmp_path
+    )
     assert "resumed saved/step-00000006 at step 6" in out
     whole, rest = curve(trained / "log.jsonl"), curve(tmp_path / "log.jsonl")
     assert rest == {step: whole[step] for step in range(7, 13)}
@@ -203,8 +177,10 @@ def test_serve(trained: Path, tmp_path: Path) -> None:
     """
     shape = ["--batch", "4", "--batches", "3", "--decode", "4", "--min-prompt", "5", "--max-prompt", "24"]
     shape += ["--blocks", "1"]
-    weights = ["--checkpoint", str(trained / "saved" / "step-00000012")]
-    out = run_torchrun("serve_prefill.py", *STRICT, *shape, *weights, "--check", "--json", "new/out.json", cwd=tmp_path)
+    shape += ["--checkpoint", str(trained / "saved" / "step-00000012")]
+    out = run_forked_ranks(
+        EXAMPLES / "serve_prefill.py", *STRICT, *shape, "--check", "--json", "new/out.json", cwd=tmp_path
+    )
     for step in ("warm up and compile, 3 of 3", "answer and time batches, 3 of 3", "check batches, 3 of 3", "done"):
         assert out.count(f"serve_prefill: {step} (the step before took ") == 1, "one rank says it"
     assert "from those of plain Inductor (limit 1e-04); 0 of 48 bytes do" in out

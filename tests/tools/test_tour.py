@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TOUR = ROOT / "examples" / "tour.ipynb"
@@ -26,14 +25,9 @@ for number, (cell, text) in enumerate(zip(code_cells(notebook), run(notebook, "t
 @pytest.mark.ranks
 def test_every_cell_prints_what_it_shows(tmp_path: Path) -> None:
     """To write the output anew: python tests/support/notebooks.py examples/tour.ipynb"""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(TOUR)],
-        cwd=ROOT / "tests" / "support",
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    program = tmp_path / "tour.py"
+    program.write_text(PROGRAM)
+    done = run_forked(program, str(TOUR), cwd=tmp_path, paths=True, timeout_s=600)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

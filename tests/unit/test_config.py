@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 
 from asynctp_passes import AsyncTPPass, Config, ConfigError, RematerializePass, run
 from asynctp_passes.backend import split_options
-from asynctp_passes.config import RUNTIME_VARIABLES, cpu_implementation
+from asynctp_passes.config import RUNTIME_VARIABLES, cpu_implementation, required
 
 SINKS = {"log": False, "trace": False, "report_file": "reports.jsonl", "graph_dir": "pages"}
 OTHERS: dict[str, Any] = {
@@ -304,3 +304,19 @@ def test_the_digest_is_the_same_in_every_process() -> None:
     """It is part of the key of caches on disk."""
     assert Config().digest() == "de9cb682948c5d98"
     assert Config(groups=["b", "a"], strict="all").digest() == Config(groups=("a", "b"), strict="all").digest()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("", {}), (" missed = 0 ", {"missed": 0}), ("fused=12, missed=3,", {"fused": 12, "missed": 3})],
+)
+def test_what_a_process_must_do(text: str, found: dict[str, int]) -> None:
+    assert required({"ASYNCTP_REQUIRE": text}) == required({"ASYNCTP_REQUIRE": text, "ASYNCTP_OTHER": "1"}) == found
+
+
+@pytest.mark.parametrize(
+    "text", ["fused", "fused=", "fused=-1", "fused=1.5", "fuse=1", "fused=1,fused=1", "fused=1;missed=0"]
+)
+def test_what_no_process_can_be_asked(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"ASYNCTP_REQUIRE='.*' is not valid; it must be fused=N, missed=N or both"):
+        required({"ASYNCTP_REQUIRE": text})

@@ -12,6 +12,7 @@ import typing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -358,6 +359,15 @@ def test_a_page_says_what_it_is(graph: fx.Graph, tmp_path: Path) -> None:
     assert about.counts == {"FUSED": 1, "MISSED": 1, "SKIPPED": 1}
     assert About.in_page("<title>another</title>") is None
     assert About.in_page('<meta name="asynctp-graph" content="{&quot;later&quot;: 1}">') is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"), [(3, "step, rank 3, today"), (0, "step, rank 0, today"), (None, "step, today")]
+)
+def test_a_page_says_whose_it_is(rank: int | None, said: str, graph: fx.Graph, tmp_path: Path) -> None:
+    with mock.patch.object(About, "now", return_value=About("graph", "forward", "step", rank, "today")):
+        page = write_page(tmp_path, graph, graph, REPORT).read_text(encoding="utf-8")
+    assert f"<p>{said} &nbsp;" in page
 
 
 def test_an_index_of_another_program_stays(graph: fx.Graph, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder, aten, snapshot
-from lockstep import op_name
+from lockstep import differences, evaluate, op_name
 from passes import outcomes, run_pass
 from rewritten import FP8, fp8_operands, rewritten
+from serving_ops import registered
 from torch.fx import Graph, Node
 
 from asynctp_passes import Config, run
@@ -813,3 +814,22 @@ def test_an_all_to_all_is_left_alone(
     before = snapshot(graph)
     assert outcomes(run_pass(graph)) == [code]
     assert device == "cuda" or snapshot(graph) == before  # the gather of a group goes by asynctp's transport there
+
+
+@pytest.mark.parametrize(
+    ("dim", "shape", "matrix"),
+    [(1, [2, 3, 4, 2], [12, 8]), (2, [2, 2, 3, 8], [24, 8]), (2, [2, 3, 6], [6, 12]), (3, [2, 3, 2, 4], [12, 8])],
+)
+def test_what_a_gather_along_another_dimension_returns(dim: int, shape: list[int], matrix: list[int]) -> None:
+    """A registered op's, of which the matmul has a view with other dimensions, and which is returned as it came."""
+
+    def build() -> Graph:
+        b = GraphBuilder(ranks=2)
+        whole = b.call(torch.ops.vllm_like.all_gather.default, b.input("x", shape), dim, 2, "tp")
+        return b.returns(b.mm(b.reshape(whole, matrix), b.input("w", [matrix[1], 5])), whole)
+
+    with registered():
+        before, after = build(), build()
+        assert outcomes(run_pass(after)) == ["F"]
+        values = [[torch.rand(shape), torch.rand(matrix[1], 5)] for _ in range(2)]
+        assert differences(evaluate(before, values), evaluate(after, values)) == []
