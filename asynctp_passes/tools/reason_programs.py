@@ -32,6 +32,7 @@ NO_PROGRAM = {
     "ATP304": "it is a limit of the GPU kernels, which CPU tensors do not have",
     "ATP305": "it is a limit of the GPU kernels, which CPU tensors do not have",
     "ATP306": "it needs a GPU: on CPU torch multiplies by tensorwise and rowwise scales only",
+    "ATP307": "it is a limit of the GPU kernels, which CPU tensors do not have",
     "ATP901": "it is a bug of asynctp, and no known program has one",
 }
 """The codes that no program shows, since none gives it on a CPU, and why."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ def test_every_cell_prints_what_it_shows(tmp_path: Path) -> None:
     """To write the output anew: python tests/support/notebooks.py examples/tour.ipynb"""
     program = tmp_path / "tour.py"
     program.write_text(PROGRAM)
-    done = run_forked(program, str(TOUR), cwd=tmp_path, paths=True, timeout_s=600)
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # a report says what comes of it
+    done = run_forked(program, str(TOUR), cwd=tmp_path, environment=environment, paths=True, timeout_s=600)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -96,7 +96,8 @@ class DirectGather(WholeGather):
         assert call.full is not None
         pointers = [tensor.data_ptr() for tensor in (call.shard, own, call.full, whole)]
         self.launch(stream, [*pointers, *self.tail])
-        self.multiply_whole(stream, call)
+        if self.kernel is not None:
+            self.multiply_whole(stream, call, self.kernel)
 
 
 class _Direct(WholeScatter):

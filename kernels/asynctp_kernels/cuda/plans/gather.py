@@ -190,12 +190,11 @@ class WholeGather(GatherPlan):
     def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
         return super().with_kernel_layout(call) if self.kernel is None else self.with_gemm_layout(call)
 
-    def multiply_whole(self, stream: int, call: GatherTensors) -> None:
-        """Enqueue `kernel`, if there is one."""
-        if self.kernel is not None:
-            assert call.full is not None
-            row_scale = call.all_row_numbers if self.scale_travels else call.a_scale
-            self.kernel(stream, call.full, call.bs, call.outs, row_scale, call.b_scales, call.biases)
+    def multiply_whole(self, stream: int, call: GatherTensors, kernel: OwnMatmul) -> None:
+        """Enqueue all matmuls, once the whole is there."""
+        assert call.full is not None
+        row_scale = call.all_row_numbers if self.scale_travels else call.a_scale
+        kernel(stream, call.full, call.bs, call.outs, row_scale, call.b_scales, call.biases)
 
     def results(self, call: GatherTensors) -> list[Tensor]:
         if self.kernel is not None:

@@ -54,7 +54,8 @@ class SequentialGather(WholeGather):
         gather_into(call.full, call.shard, self.memory.group)
         if call.row_numbers is not None and call.all_row_numbers is not None:
             gather_into(call.all_row_numbers, call.row_numbers, self.memory.group)
-        self.multiply_whole(stream, call)
+        if self.kernel is not None:
+            self.multiply_whole(stream, call, self.kernel)
 
 
 class SequentialScatter(WholeScatter):
