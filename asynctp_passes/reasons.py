@@ -73,14 +73,10 @@ class Reason:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason with the facts of one place: a failed proof or check, as a value.
-
-    `whole` tells that no part of what is communicated would do for a matmul: it may run beside other matmuls.
-    """
+    """A reason with the facts of one place: a failed proof or check, as a value."""
 
     reason: Reason
     facts: str = ""
-    whole: bool = False
 
     def __str__(self) -> str:
         return f"{self.reason.text} [{self.facts}]" if self.facts else self.reason.text

@@ -21,15 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from asynctp_passes.ir.local_ops import (
-    ATTENTION,
-    COMMUNICATING,
-    LIBRARIES,
-    MULTIPLYING,
-    NORMALIZING,
-    OTHER_KINDS,
-    TORCH,
-)
+from asynctp_passes.ir.local_ops import COMMUNICATING, LIBRARIES, MULTIPLYING, NORMALIZING, OTHER_KINDS, TORCH
 from asynctp_passes.torch_private import process_groups, torch_ops
 
 __all__ = [
@@ -40,7 +32,6 @@ __all__ = [
     "MatmulOp",
     "Promise",
     "RegistryError",
-    "attends",
     "can_promise",
     "collective_op",
     "digest",
@@ -233,12 +224,6 @@ def multiplies(name: str) -> bool:
 def normalizes(name: str) -> bool:
     """True for an op that is known to work between a collective and a matmul, by the name of its overload."""
     return _is_among(name, NORMALIZING)
-
-
-@functools.cache
-def attends(name: str) -> bool:
-    """True for attention, by the name of its overload."""
-    return _is_among(name, ATTENTION)
 
 
 def kind_of_other(name: str) -> CollectiveKind:

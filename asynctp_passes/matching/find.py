@@ -13,10 +13,7 @@ that `propagate` carries; no spelling of a view chain is enumerated.
 
 What looks like FSDP's is marked (`Candidate.weights`), for groups that have nothing else in the graph: a gather of a
 right operand or of a vector (parameters), a reduction of a product that contracts over rows, and that no matmul goes on
-with, or of a vector (gradients). So is, in a group that has such, a gather of an input of the graph whose way to a
-matmul has an op that nothing makes row-wise, as a convolution, and a reduction with such a way that no matmul goes on
-with, as of its gradient; of a backward without such a group, too. Reports say where that decided the scope, and by what
-it was told.
+with, or of a vector (gradients). Reports say where that decided the scope, and by what it was told.
 """
 
 from __future__ import annotations

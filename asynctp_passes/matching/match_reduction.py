@@ -20,7 +20,6 @@ from asynctp_passes.ir.matmuls import added_matrix, contracts_rows, is_matmul
 from asynctp_passes.ir.nodes import dtype_of, is_size, nodes_in, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Size, product, quotient, same
-from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import ScatterPlacement, incomplete, locate_scatter
 from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, propagate, sources_of
@@ -54,10 +53,9 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
         if chain.reason is reasons.SUM_HAS_OTHER_TERM and others:
             chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {near_miss.callers(others)}")
         shown = [*region, *matmul_nodes, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
-        weights = _reduces_weights(context, scatter, shown)
-        may_be = scatter.node not in context.above_matmuls and any(map(near_miss.mixes_rows, way))
-        weights = weights or (may_be and phase_of(context.graph) == "backward")
-        return Candidate(scatter, None, (chain,), context.sorted(shown), None, (), weights, may_be)
+        return Candidate(
+            scatter, None, (chain,), context.sorted(shown), weights=_reduces_weights(context, scatter, shown)
+        )
     nodes = context.sorted([*chain.views, *nodes_of(chain.matmuls), *scatter.nodes])
     return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(context, scatter, nodes))
 
@@ -267,8 +265,7 @@ def _looked_up(region: Iterable[fx.Node]) -> set[fx.Node]:
 def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Node], way: Sequence[fx.Node]) -> Refusal:
     """Why a reduction that no matmul feeds is not fused."""
     if way:
-        whole = any(map(near_miss.mixes_rows, way))
-        return Refusal(reasons.COMPUTED_BETWEEN, near_miss.names(way[::-1]) + near_miss.unknown(way), whole)
+        return Refusal(reasons.COMPUTED_BETWEEN, near_miss.names(way[::-1]) + near_miss.unknown(way))
     made = context.sorted(leaves)
     if region := next(filter(_is_product_of_region, made), None):
         return Refusal(reasons.MATMUL_IN_ANOTHER_GRAPH, f"{scatter.node.name} is of a matmul in {region.name}")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from torch import fx
 
@@ -29,7 +28,6 @@ from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import arguments, first_tensor, is_size, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Size, Sizes, canonical, product, same
-from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.placement import RankPlacement, incomplete, locate_ranks
 from asynctp_passes.layout.propagation import Propagation, is_view, pads_at_end, views_of
 from asynctp_passes.matching import near_miss
@@ -59,20 +57,14 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
     misses.sort(key=lambda miss: miss.refusal.reason.rank)
     nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
-    given = _is_given(gather.source)
-    way = misses[0].nodes
-    weights = weights or (given and _computes_with_rows(way))
-    may_be = given and any(map(near_miss.mixes_rows, way))
-    return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, None, (), weights, may_be)
+    weights = weights or (_is_given(gather.source) and _computes_with_rows(misses[0].nodes))
+    return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, weights=weights)
 
 
 def _computes_with_rows(way: Sequence[fx.Node]) -> bool:
-    """True where a way begins with a lookup by an input of the graph, and something is computed before the matmul."""
-    pick = next((node for node in way if not is_view(node) or traits_of(node).view is View.PICK), None)
-    if pick is None or traits_of(pick).view is not View.PICK or all(is_view(node) or is_matmul(node) for node in way):
-        return False
-    numbers = (node for node in pick.all_input_nodes if node is not first_tensor(pick))
-    return any(node.op == "placeholder" for node in reachable(numbers, where=lambda node: not is_size(node)))
+    """True for a way on which rows are looked up, and something is computed of them before they are multiplied."""
+    looked_up = any(traits_of(node).view is View.PICK for node in way)
+    return looked_up and not all(is_view(node) or is_matmul(node) for node in way)
 
 
 def _is_given(node: fx.Node) -> bool:
@@ -120,7 +112,7 @@ def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> lis
             continue
         if near_miss.only_scales(context.scalings, node):
             scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
-        elif way := _way_to_matmul(context, source, node):
+        elif not near_miss.looks_up(node, source) and (way := _way_to_matmul(context, source, node)):
             refusal = next((refused[step] for step in way if step in refused), propagation.refused.get(node))
             reached.append(_Miss(_on_the_way(way, refusal), (*context.sorted(region.views_to([source])), *way)))
     return reached or scaled[:1] or [_Miss(_goes_elsewhere(context, region.gather, propagation))]
@@ -145,14 +137,13 @@ def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Prop
 def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
     """Why a way from a gather to a matmul is not fused: what is known of one of its nodes, or that it computes."""
     padded = traits_of(way[0]).view is View.PAD and is_matmul(way[1])
-    if padded and pads_at_end(amounts := way[0].args[1]) and all(isinstance(one, int) for one in amounts):  # type: ignore
+    if padded and pads_at_end(way[0].args[1]):  # type: ignore[arg-type]
         return Refusal(reasons.MATMUL_PADDED, near_miss.names(way))
     if refusal is not None and refusal.reason is not reasons.COMPUTED_BETWEEN:
         return Refusal(refusal.reason, f"{near_miss.names(way)}; {refusal.facts}")
-    quantized = any(near_miss.quantizes(step, then) for step, then in pairwise(way))
+    quantized = any(near_miss.quantizes(step) for step in way)
     reason = reasons.QUANTIZED_AFTER_GATHER if quantized else reasons.COMPUTED_BETWEEN
-    whole = any(map(near_miss.mixes_rows, way))
-    return Refusal(reason, near_miss.names(way) + (f"; {refusal.facts}" if refusal else ""), whole)
+    return Refusal(reason, near_miss.names(way) + (f"; {refusal.facts}" if refusal else ""))
 
 
 # --- parts that are all of a gathered tensor -------------------------------------------------------------------

@@ -1,14 +1,17 @@
 """Near misses: collectives that reach a matmul only through ops that change values.
 
 Those are where a user loses time and does not learn of it, so they are reported as MISSED, with the way from one to the
-other. The way is the flow of data, by whatever ops: of rows of numbers that are no indices, no masks and no statistics.
-It ends at a matmul, at another collective, and at attention, which multiplies by itself.
+other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts, reductions, norms and
+the like, and ops that are registered to be row-wise.
+
+An unknown op of another library counts as well, if it returns as many rows as it takes. An op that is known or
+registered as local, and not as row-wise, does not: it mixes rows or multiplies by itself. Names tell nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import chain
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,10 +32,11 @@ from asynctp_passes.ir.nodes import (
     values_of,
 )
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.order import opaque_ops, surely_starts
-from asynctp_passes.ir.registry import attends, can_promise, normalizes, promise_of, schema_name
+from asynctp_passes.ir.order import opaque_ops
+from asynctp_passes.ir.registry import can_promise, normalizes, promise_of, schema_name
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
+from asynctp_passes.torch_private import torch_ops
 
 __all__ = [
     "Ways",
@@ -44,7 +48,6 @@ __all__ = [
     "is_vector",
     "known_rowwise",
     "looks_up",
-    "mixes_rows",
     "names",
     "only_scales",
     "picks_one_a_row",
@@ -71,35 +74,23 @@ def looks_up(node: fx.Node, numbers: fx.Node) -> bool:
 
 def users_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The users through which a collective is still 'next to' a matmul."""
-    return [user for user in node.users if follows_rows(user, node)] if _goes_on(node) else ()
+    return [user for user in node.users if follows_rows(user, node)] if _passes(node) else ()
 
 
 def inputs_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The inputs through which a collective is still 'next to' a matmul."""
-    return [source for source in node.all_input_nodes if follows_rows(node, source)] if _goes_on(node) else ()
+    if not _passes(node):
+        return ()
+    return _sources_of_rows(node) if _is_unknown(node) else node.all_input_nodes
 
 
 def follows_rows(user: fx.Node, source: fx.Node) -> bool:
-    """True where an op makes rows of the tensor `source`, which is not only the numbers of rows that it picks."""
-    if looks_up(user, source):
-        return False
-    rows = _has_rows(source) and (_has_rows(user) or _has_as_many(user, source))
-    return transparent(user) or is_matmul(user) or rows
+    """False for an unknown op that returns other rows than the tensor `source` has."""
+    return not _is_unknown(user) or source in _sources_of_rows(user)
 
 
-def mixes_rows(node: fx.Node) -> bool:
-    """True for an op that nothing makes row-wise: another one of torch's, or one that is registered as local."""
-    return not (transparent(node) or is_registered_rowwise(node) or _is_unknown(node) or is_matmul(node))
-
-
-def _goes_on(node: fx.Node) -> bool:
-    """False where a way ends: at what is no op or reads sizes only, communicates, attends, or multiplies inside."""
-    if transparent(node):
-        return True
-    made_of_numbers = is_size(node) or traits_of(node).constant is not None
-    if node.op != "call_function" or made_of_numbers or attends(called_name(node)) or surely_starts(node):
-        return False
-    return not any(map(is_matmul, chain.from_iterable(graph.nodes for graph in subgraphs_of(node))))
+def _passes(node: fx.Node) -> bool:
+    return transparent(node) or is_registered_rowwise(node) or bool(_is_unknown(node) and _sources_of_rows(node))
 
 
 def _is_unknown(node: fx.Node) -> bool:
@@ -110,20 +101,22 @@ def _is_unknown(node: fx.Node) -> bool:
     return can_promise(name) and promise_of(name) is None and not normalizes(name)
 
 
-def _has_rows(node: fx.Node) -> bool:
-    """True for a tensor, or one of several, that holds rows of numbers; vectors and columns hold statistics."""
-    return any(value.dim() > 1 and not identical(value.shape[-1], 1) for value in _numbers(node))
+def _sources_of_rows(node: fx.Node) -> list[fx.Node]:
+    """The inputs of an op that have as many rows as one of its results."""
+    results = [rows for value in values_of(node) if (rows := _rows(value)) is not None]
+    sources = ((source, _rows(source.meta.get("val"))) for source in node.all_input_nodes)
+    return [source for source, rows in sources if rows is not None and any(_same(rows, other) for other in results)]
 
 
-def _has_as_many(node: fx.Node, other: fx.Node) -> bool:
-    """True for a tensor, or one of several, of as many elements as another one."""
-    return any(identical(a.numel(), b.numel()) for a in _numbers(node) for b in _numbers(other))
+def _rows(value: Any) -> tuple[Any, ...] | None:
+    """The sizes of a floating tensor's dimensions but the last; None for vectors and columns, which hold statistics."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
+        return None
+    return None if identical(value.shape[-1], 1) else tuple(value.shape[:-1])
 
 
-def _numbers(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that a node returns, without those of indices and masks."""
-    found = values_of(node)
-    return [one for one in found if one.is_floating_point() or one.is_complex() or one.dtype == torch.int8]
+def _same(rows: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(rows) == len(other) and all(map(identical, rows, other))
 
 
 def reduces(node: fx.Node) -> bool:
@@ -181,12 +174,9 @@ class Ways:
         return steps if start in self else []
 
 
-def quantizes(node: fx.Node, then: fx.Node) -> bool:
-    """True for an op that makes fp8 or int8 of wider numbers, for the node after it on a way."""
-    item = op_name(then) == "getitem" and then.args[0] is node
-    narrow = [
-        value for value in values_of(then if item else node) if value.dtype.itemsize == 1 and value.dtype != torch.bool
-    ]
+def quantizes(node: fx.Node) -> bool:
+    """True for an op that makes fp8 or int8 of wider numbers."""
+    narrow = [value for value in values_of(node) if value.dtype.itemsize == 1 and value.dtype != torch.bool]
     made = any(value.dtype.is_floating_point or value.dtype == torch.int8 for value in narrow)
     sources = (tensor_of(source) for source in node.all_input_nodes)
     wide = any(value.is_floating_point() and value.dtype.itemsize > 1 for value in sources if value is not None)
@@ -213,16 +203,19 @@ def is_registered_rowwise(node: fx.Node) -> bool:
 
 
 def known_rowwise(node: fx.Node) -> str:
-    """The words for an operation that is not known to be row-wise, with the line that would register it."""
+    """The words for a row-wise operation that a node is not known to be, with the line that would register it."""
     name = op_name(node)
-    own = f': if it is, register_rowwise("{schema_name(name)}")' if can_promise(name) else ""
-    return f"known to be row-wise{own or '; nothing to do, if it is not'}"
+    if not torch_ops.is_op(node.target) or not can_promise(name):
+        return "a row-wise operation"
+    own = schema_name(name)
+    return f'known to be row-wise: if it is, register_rowwise("{own}"); else register_local("{own}"), if it is local'
 
 
 def unknown(nodes: Sequence[fx.Node]) -> str:
-    """The unknown ops along a way; empty without any."""
+    """The unknown ops along a way, with the line that registers each as local; empty without any."""
     ops = dict.fromkeys(called_name(node) for node in nodes if _is_unknown(node) and called_op(node) is not None)
-    return "".join(f"; nothing is known of {name}" for name in ops)
+    told = (f'nothing is known of {name}: register_local("{schema_name(name)}"), if it mixes rows' for name in ops)
+    return "".join(f"; {one}" for one in told)
 
 
 def is_vector(node: fx.Node | None) -> bool:

@@ -363,9 +363,7 @@ def _place_in(region: ShardRegion, node: fx.Node) -> _Found:
     for is_of_kind, rule in _RULES:
         if is_of_kind(node):
             return rule(region, node)
-    return _other_rows(region, node) or Refusal(
-        reasons.COMPUTED_BETWEEN, f"neither a view nor {near_miss.known_rowwise(node)}"
-    )
+    return Refusal(reasons.COMPUTED_BETWEEN, f"neither a view nor {near_miss.known_rowwise(node)}")
 
 
 def _not_pure(node: fx.Node) -> Refusal | None:
@@ -426,8 +424,9 @@ def _by_rows(region: ShardRegion, node: fx.Node) -> _Found:
     """Each row comes from the same row of the operands, as its registration promises, and a rank has whole rows."""
     members = [operand for operand in node.all_input_nodes if operand in region.members]
     places = [region.place_of(member) for member in members]
-    if (other := _other_rows(region, node)) is not None:
-        return other
+    rows, *others = (region.context.sizes.of(value_of(one))[:-1] for one in (node, *members))
+    if not all(len(sizes) == len(rows) and all(map(same, sizes, rows)) for sizes in others):
+        return Refusal(reasons.COMPUTED_BETWEEN, "its result has other rows than what it is computed from")
     if places[0][0] == -1 or not all(_same_place(place, places[0]) for place in places):
         return Refusal(reasons.MIXES_RANKS, "a row has parts of several ranks")
     shared = (operand for operand in node.all_input_nodes if operand not in region.members)
@@ -448,15 +447,6 @@ kind: `placement.locate_ranks` finds the ranks in them.
 
 
 # --- what the rules ask of the operands ------------------------------------------------------------------------
-def _other_rows(region: ShardRegion, node: fx.Node) -> Refusal | None:
-    """Why no row of a result comes from the same row of the members that it is computed from: there are others."""
-    members = [operand for operand in node.all_input_nodes if operand in region.members]
-    rows, *others = (region.context.sizes.of(value_of(one))[:-1] for one in (node, *members))
-    if all(len(sizes) == len(rows) and all(map(same, sizes, rows)) for sizes in others):
-        return None
-    return Refusal(reasons.COMPUTED_BETWEEN, "its result has other rows than what it is computed from")
-
-
 def _reduced(region: ShardRegion, node: fx.Node) -> tuple[set[int], int, _Place] | Refusal:
     """The dimensions over which an op reduces a member, that of the ranks there, and their place."""
     values = arguments(node)

@@ -106,8 +106,7 @@ def decide(candidates: Sequence[Candidate], context: Context) -> list[Decision]:
     A collective that is part of another one's chain shares its fate.
     """
     groups = frozenset(one.collective.group_key for one in candidates if is_tensor_parallel(one))
-    weights = frozenset(one.collective.group_key for one in candidates if one.weights)
-    context = replace(context, tensor_parallel=groups, with_weights=weights)
+    context = replace(context, tensor_parallel=groups)
     return [Decision(candidate, _verdict(candidate.joins or candidate, context)) for candidate in candidates]
 
 

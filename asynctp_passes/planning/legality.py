@@ -20,7 +20,7 @@ from asynctp_passes.ir.scales import scales_mismatch
 from asynctp_passes.ir.sizes import Sizes, are_one, express, identical
 from asynctp_passes.ir.traversal import draws
 from asynctp_passes.matching.chains import Candidate, GatherChain
-from asynctp_passes.matching.near_miss import mixes_rows, to_register
+from asynctp_passes.matching.near_miss import to_register
 from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.planning.cost_model import bytes_of, cost_of, hoist_pays
 from asynctp_passes.planning.deviations import LOCAL, Words
@@ -75,7 +75,6 @@ class Context:
         unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
         tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`), as far as candidates have told;
             others move parameters and their gradients.
-        with_weights: Names of groups of which a collective looks like one of parameters or their gradients.
         words: What the graph's deviations are called.
         answers: What the ranks said to deviations, by group. Before they were asked a group is missing, and may do all.
         blind: The collectives by whose calls no unlike call of a peer would be found (`blind_calls`).
@@ -88,7 +87,6 @@ class Context:
     segments: dict[fx.Node, int]
     unused: frozenset[fx.Node]
     tensor_parallel: frozenset[str] = frozenset()
-    with_weights: frozenset[str] = frozenset()
     words: Words = field(default_factory=lambda: Words(()))
     answers: Answers = field(default_factory=dict)
     blind: Sequence[Collective] = ()
@@ -151,8 +149,7 @@ def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:
     if candidate.collective.kind == "other":
         return None
     if groups == "auto":
-        weights = candidate.weights or (candidate.may_be_weights and key in context.with_weights)
-        if weights and key not in context.tensor_parallel:
+        if candidate.weights and key not in context.tensor_parallel:
             gather = candidate.collective.kind == "all_gather"
             return Refusal(reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT, _evidence(candidate, key))
         return Refusal(reasons.DATA_PARALLEL_GROUP, _shown(candidate, key)) if is_named_for_data(candidate) else None
@@ -247,8 +244,7 @@ def is_tensor_parallel(candidate: Candidate) -> bool:
     It is a chain, proven or refused, that moves activations, over a group whose mesh dimension does not say otherwise.
     """
     missed = any(refusal.reason.in_scope for refusal in candidate.refusals)
-    weights = candidate.weights or candidate.may_be_weights
-    moves_activations = not weights and (candidate.chain is not None or missed)
+    moves_activations = not candidate.weights and (candidate.chain is not None or missed)
     return moves_activations and not is_named_for_data(candidate)
 
 
@@ -263,10 +259,6 @@ def _evidence(candidate: Candidate, key: str) -> str:
     if value is not None and value.dim() < 2:
         return f"{group}: a vector"
     products = [node.name for node in candidate.nodes if is_matmul(node)]
-    if candidate.may_be_weights:
-        way = (node for node in candidate.nodes if node not in candidate.collective.nodes)
-        told = next(filter(mixes_rows, way)).name
-        return f"{group}: {told} is on the way, as of a convolution's weight or a table of embeddings"
     if candidate.collective.kind == "all_gather":
         picked = next((node.name for node in candidate.nodes if traits_of(node).view is View.PICK), None)
         if picked is not None:

@@ -86,11 +86,9 @@ def _is_alone(decision: Decision, groups: set[str]) -> bool:
     if refusal is None or decision.candidate.weights or collective.group_key not in groups:
         return False
     if collective.kind == "all_gather":
-        takes_whole = refusal.whole or refusal.reason is reasons.NO_MATMUL
-        return takes_whole and _is_large(collective.node, collective.group_size)
+        return refusal.reason is reasons.NO_MATMUL and _is_large(collective.node, collective.group_size)
     sums = collective.kind == "reduce_scatter" and collective.reduce_op in ("sum", "avg")
-    takes_whole = refusal.whole or refusal.reason.no_matmul_takes_it
-    return sums and takes_whole and _is_large(collective.source, collective.group_size)
+    return sums and refusal.reason.no_matmul_takes_it and _is_large(collective.source, collective.group_size)
 
 
 def _is_large(whole: fx.Node, ranks: int) -> bool:

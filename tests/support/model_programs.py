@@ -225,7 +225,7 @@ def router_with_a_bias_for_the_choice(x: Tensor, gate: Tensor, bias: Tensor, gro
     return weights / weights.sum(-1, keepdim=True)
 
 
-@program("F ATP105", "mm -> index_put", x=[4, 16], tokens=[8, INT64], up=[8, 16], down=[16, 8])
+@program("F ATP002", "made by aten.index_put", x=[4, 16], tokens=[8, INT64], up=[8, 16], down=[16, 8])
 def experts_that_add_to_their_tokens(
     x: Tensor, tokens: Tensor, up: Tensor, down: Tensor, group: ProcessGroup
 ) -> Tensor:
@@ -534,7 +534,7 @@ def fp8_shards_with_a_static_scale(
     return torch._scaled_mm(gather(fp8, group), w.t(), x_scale, w_scale, out_dtype=BF16)
 
 
-@program("ATP012 ATP012", x=[16, 16], head=[10, 16])
+@program("ATP002 ATP002", x=[16, 16], head=[10, 16])
 def best_tokens_of_each_shard(x: Tensor, head: Tensor, group: ProcessGroup) -> Tensor:
     """A sampler over a sharded vocabulary."""
     values, tokens = F.linear(x, head).topk(2)

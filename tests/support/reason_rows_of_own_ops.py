@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from graph_builder import GraphBuilder, aten
-from reason_rows import gathered, product, row, times
+from reason_rows import gathered, product, row
 from torch.fx import Node
 
 _OWN_OPS = torch.library.Library("own_like", "FRAGMENT")
@@ -123,15 +123,15 @@ def of_own_op(name: str, shape: tuple[int, ...] = (16, 12), dtype: Any = None) -
 
 
 for _name in ("paged_attention", "fused_moe", "sum_experts", "all_reduce_and_norm"):  # a name tells nothing
-    told = f"mm -> {_name}; nothing is known of own_like.{_name}.default"
+    told = f'mm -> {_name}; nothing is known of own_like.{_name}.default: register_local("own_like::{_name}")'
     row("COMPUTED_BETWEEN", told)(of_own_op(_name))
 row("NO_MATMUL", "made by own_like.scale")(of_own_op("scale", (16,)))  # statistics of the rows
 row("NO_MATMUL", "made by own_like.scale")(of_own_op("scale", (16, 1)))
 row("NO_MATMUL", "made by own_like.row_numbers")(of_own_op("row_numbers", dtype=torch.int64))
-row("COMPUTED_BETWEEN", "mm -> combine")(of_own_op("combine", (12, 16)))
+row("NO_MATMUL", "made by own_like.combine")(of_own_op("combine", (12, 16)))  # a weight's gradient, say
 
 
-@row("COMPUTED_BETWEEN", "mm -> embed")
+@row("NO_MATMUL", "made by own_like.embed")
 def own_op_of_other_rows(b: GraphBuilder) -> Node:
     """A matmul's result is its table."""
     return b.all_reduce(called(b, own.embed, b.input("ids", [32], torch.int64), product(b), shape=(32, 12)))
@@ -166,16 +166,11 @@ def own_op_that_takes_a_group(b: GraphBuilder) -> Node:
     return b.call_like(product(b).meta["val"], own.custom_sum_of.default, product(b, "c"), "tp:0")
 
 
-@row("COMPUTED_BETWEEN", "own_like.embed.default embed: its result has other rows than what it is computed from")
+@row("NO_MATMUL", "used by own_like.embed")
 def own_op_of_gathered_keys(b: GraphBuilder) -> Node:
+    """It returns other rows than what is gathered has: attention, say."""
     made = called(b, own.embed, b.input("ids", [6], torch.int64), gathered(b), shape=(6, 12))
     return b.mm(made, b.input("w", [12, 6]))
-
-
-@row("COMPUTED_BETWEEN", "combine -> reshape -> mm")
-def own_op_that_returns_one_dimension(b: GraphBuilder) -> Node:
-    """As many numbers as it takes."""
-    return times(b, b.reshape(called(b, own.combine, gathered(b), shape=(128,)), [16, 8]))
 
 
 # --- matmuls by other names ----------------------------------------------------------------------------------------

@@ -276,13 +276,6 @@ def embeddings_of_a_gathered_table(b: GraphBuilder) -> Node:
     return b.mm(b.call(aten.mul.Tensor, rows, rows), b.input("w", [8, 12], torch.bfloat16))
 
 
-@row("PIECES_MISSING", "relu -> index -> mm")
-def rows_picked_of_what_is_computed(b: GraphBuilder) -> Node:
-    """No table: what is looked up was computed."""
-    picked = b.call(aten.index.Tensor, b.relu(gathered(b)), [b.input("last", [3], torch.int64)])
-    return times(b, picked)
-
-
 @row("NO_MATMUL", "embedding")
 def table_of_embeddings_by_gathered_tokens(b: GraphBuilder) -> Node:
     """The rows are those of a table on this rank."""

@@ -122,28 +122,6 @@ def columns_of_two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.cat([product(b), product(b, "c")], dim=1))
 
 
-@row("COMPUTED_BETWEEN", "joins pieces of one product, with factors or terms of their own: mul, slice_2")
-def one_product_whose_halves_are_scaled_apart(b: GraphBuilder) -> Node:
-    whole = product(b)
-    first, second = (b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, 8), (8, 16)))
-    return b.scatter(b.cat([b.mul(first, 2.0), second]))
-
-
-@row("PIECES_MISSING", "takes [3, 8] of [16, 8]")
-def gathered_rows_cut_by_a_padding(b: GraphBuilder) -> Node:
-    """More than half: it is as a slice, and nothing that Inductor did."""
-    return times(b, b.call(aten.constant_pad_nd.default, gathered(b), [0, 0, 0, -13]))
-
-
-@row("COMPUTED_BETWEEN", "max_pool")
-def largest_of_neighbours_after_the_gather(b: GraphBuilder) -> Node:
-    """Its second result, in int8, has the places."""
-    images = b.reshape(gathered(b), [1, 16, 1, 8])
-    op = torch.ops.prims._low_memory_max_pool_with_offsets.default
-    pooled = b.call(getitem, b.call(op, images, [1, 1], [1, 1], [0, 0], [1, 1], False), 0)
-    return times(b, b.reshape(pooled, [16, 8]))
-
-
 @row("PIECES_MISSING", "covers 64 elements from 0 of 128")
 def rows_of_two_kinds_without_the_last_one(b: GraphBuilder) -> Node:
     """Two weights for two kinds of tokens, and a row that nothing takes."""
@@ -239,91 +217,6 @@ def gated_before_the_scatter(b: GraphBuilder) -> Node:
 @row("COMPUTED_BETWEEN", "glu -> mm")
 def gated_after_the_gather(b: GraphBuilder) -> Node:
     return times(b, b.call(aten.glu.default, gathered(b, 4, 16)))
-
-
-def _stored(b: GraphBuilder, rows: Node) -> Node:
-    zeros, places = b.call(aten.full.default, [16, 8], 0.0), b.input("places", [16], torch.int64)
-    return b.call(aten.index_put.default, zeros, [places], rows, True)
-
-
-@row("COMPUTED_BETWEEN", "aten.index_put.default index_put: neither a view nor known to be row-wise")
-def stored_by_index_after_the_gather(b: GraphBuilder) -> Node:
-    return times(b, _stored(b, gathered(b)))
-
-
-@row("COMPUTED_BETWEEN", "aten.cumsum.default cumsum: neither a view nor known to be row-wise")
-def summed_so_far_after_the_gather(b: GraphBuilder) -> Node:
-    return times(b, b.call(aten.cumsum.default, gathered(b), 0))
-
-
-@row("COMPUTED_BETWEEN", "sort -> getitem -> mm")
-def sorted_after_the_gather(b: GraphBuilder) -> Node:
-    return times(b, b.call(getitem, b.call(aten.sort.default, gathered(b), 0), 0))
-
-
-@row("COMPUTED_BETWEEN", "mm -> index_put")
-def stored_by_index_before_the_all_reduce(b: GraphBuilder) -> Node:
-    return b.all_reduce(_stored(b, times(b, b.input("a", [16, 8]), 8)))
-
-
-@row("COMPUTED_BETWEEN", "mm -> cumsum")
-def summed_so_far_before_the_scatter(b: GraphBuilder) -> Node:
-    return b.scatter(b.call(aten.cumsum.default, product(b), 0))
-
-
-@row("COMPUTED_BETWEEN", "convolution -> permute -> reshape -> mm")
-def convolved_after_the_gather(b: GraphBuilder) -> Node:
-    return _convolved(b, gathered(b), b.input("kernel", [8, 8, 3]))
-
-
-def _convolved(b: GraphBuilder, x: Node, kernel: Node) -> Node:
-    images = b.call(aten.permute.default, b.reshape(x, [2, 8, 8]), [0, 2, 1])
-    made = b.call(aten.convolution.default, images, kernel, None, [1], [1], [1], False, [0], 1)
-    return b.mm(b.reshape(b.call(aten.permute.default, made, [0, 2, 1]), [16, 8]), b.input("v", [8, 12]))
-
-
-@row("WEIGHT_GATHER", "convolution is on the way, as of")
-def convolved_by_a_gathered_kernel(b: GraphBuilder) -> tuple[Node, ...]:
-    """FSDP's, as a linear's weight beside it tells."""
-    weight = b.gather(b.input("weight", [2, 8]))
-    kernel = b.gather(b.input("kernel", [2, 8, 3]))
-    return _convolved(b, b.mm(b.input("x", [16, 8]), weight), kernel), kernel
-
-
-@row("WEIGHT_GRADIENT", "index_put is on the way, as of")
-def gradient_of_a_table_of_embeddings(b: GraphBuilder) -> tuple[Node, ...]:
-    """Beside that of a linear's weight."""
-    x, grad = b.input("x", [16, 8]), times(b, b.input("a", [16, 8]), 8)
-    weight = b.all_reduce(b.mm(b.call(aten.permute.default, x, [1, 0]), grad))
-    return weight, b.all_reduce(_stored(b, grad))
-
-
-@row("WEIGHT_GRADIENT", "index_put is on the way, as of")
-def gradient_of_the_only_table(b: GraphBuilder) -> Node:
-    """Of a backward, by the name of its input."""
-    return b.all_reduce(_stored(b, times(b, b.input("tangents_1", [16, 8]), 8)))
-
-
-@row("NO_MATMUL", "used by aten._scaled_dot_product_flash_attention_for_cpu.default")
-def keys_attended_after_the_gather(b: GraphBuilder) -> Node:
-    """As context parallelism gathers them."""
-    return times(b, _attended(b, gathered(b)))
-
-
-def _attended(b: GraphBuilder, keys: Node) -> Node:
-    heads = b.reshape(keys, [1, 2, 8, 8])
-    op = aten._scaled_dot_product_flash_attention_for_cpu.default
-    return b.reshape(b.call(getitem, b.call(op, heads, heads, heads), 0), [16, 8])
-
-
-@row("NO_MATMUL", "made by aten._scaled_dot_product_flash_attention_for_cpu.default")
-def product_attended_before_the_scatter(b: GraphBuilder) -> Node:
-    return b.scatter(_attended(b, times(b, b.input("a", [16, 8]), 8)))
-
-
-@row("NO_MATMUL", "used by aten.zeros_like.default")
-def zeros_of_the_gathered_sizes(b: GraphBuilder) -> Node:
-    return times(b, b.call(aten.zeros_like.default, gathered(b)))
 
 
 @row("QUANTIZED_AFTER_GATHER", "number of rows")

@@ -17,7 +17,7 @@ from reason_rows import FP8, gathered, mends, product, quantized, times
 from reason_rows_of_own_ops import called, own
 from torch.fx import Node
 
-from asynctp_passes import register_collective, register_matmul, register_rowwise, unregister
+from asynctp_passes import register_collective, register_local, register_matmul, register_rowwise, unregister
 
 
 def registering(register: Callable[..., Any], op: Any, **arguments: Any) -> Callable[[], AbstractContextManager[None]]:
@@ -217,6 +217,10 @@ def own_op_that_writes_after_the_all_reduce(b: GraphBuilder) -> Node:
     call = b.graph.call_function(op, (own.write_scaled.default,), {"out": out, "x": x})
     call.meta["val"] = (None, out.meta["val"])
     return b.call(getitem, call, 1)
+
+
+_local_scale = registering(register_local, "own_like::scale")  # "if it mixes rows", as the remark says
+mends(own_ops.own_op_before_the_all_reduce, outcome="SKIPPED", using=_local_scale)(own_ops.own_op_before_the_all_reduce)
 
 
 @mends(structure.quantized_by_the_mean_of_each_row, differs="it quantizes by another scale")

@@ -234,11 +234,11 @@ SECTIONS: dict[str, list[Form]] = {
         ),
         form("matmul whose result is used elsewhere too → RS", "`ATP202`", "product_used_elsewhere"),
         form(
-            "any other op between `mm` and RS or AR, also a custom one",
-            "`ATP105` names the op; attention: `ATP002`",
+            "other pointwise ops, or a custom op of as many rows, between `mm` and RS or AR",
+            "`ATP105` names the op",
             *("relu_before_the_scatter", "own_op_before_the_all_reduce", "triton_kernel_of_the_program"),
-            *("own_op_of_other_rows", "product_attended_before_the_scatter"),
         ),
+        form("custom op of other rows, or attention, in that place", "`ATP002`", "own_op_of_other_rows"),
         form(
             "RS of 1 MiB or more, of no matmul or of one that its gather has",
             "overlapped with other matmuls (`ATP405`), else `ATP002`, `ATP402`",
