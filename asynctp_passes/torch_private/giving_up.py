@@ -286,8 +286,8 @@ def _tell_of_collective(may_be_on_wire: bool, frame: FrameType | None, args: Any
 def _belongs_to(call: _Call, frame: FrameType | None) -> bool:
     """Whether a frame is part of a call or of its backward, and not of what the program has torch.compile leave out."""
     node: Any = torch._C._current_autograd_node()
-    if node is not None:
-        return call.first <= node._sequence_nr() and (call.end is None or node._sequence_nr() < call.end)
+    if node is not None and call.first <= node._sequence_nr() and (call.end is None or node._sequence_nr() < call.end):
+        return True  # of its backward; the call itself may be in another function's
     way = _way_to(call.code, frame)
     return call.end is None and bool(way) and not any(map(_is_disabled, way))
 

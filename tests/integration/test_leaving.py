@@ -238,6 +238,38 @@ def left_beside_eager_backward(rank: int, _: int) -> Ended:
     return ended
 
 
+class CalledInBackward(torch.autograd.Function):
+    """A function whose backward is a call of one that torch.compile has wrapped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, called: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.called = called
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.called(grad), None
+
+
+def left_in_a_backward(rank: int, _: int) -> Ended:
+    torch._dynamo.config.recompile_limit = 3
+    torch.manual_seed(rank)
+    step_function, x, w = (
+        torch.compile(layer, backend="asynctp", options=OPTIONS),
+        torch.randn(16, 32),
+        torch.eye(32),
+    )
+    ended = Ended([])
+    for tag in tags_of(rank, alone=True):
+        given, begun = x.clone().requires_grad_(), time.monotonic()
+        try:
+            CalledInBackward.apply(given, functools.partial(step_function, w=w, tag=tag)).sum().backward()
+        except Exception as raised:
+            return Ended(ended.right, f"{type(raised).__name__}: {raised}", time.monotonic() - begun)
+        ended.right.append(torch.allclose(given.grad, torch.full_like(x, 2.0)))
+    return ended
+
+
 def left_alone_with_sums(rank: int, _: int) -> Ended:
     """Rank 0 leaves a graph that sends something else than the program. The others are not in its last call."""
     torch._dynamo.config.recompile_limit = 2
@@ -334,6 +366,11 @@ def test_where_torch_raises_at_the_limit_all_may_go_on(on_wire: None) -> None:
 @pytest.mark.ranks
 def test_the_backward_of_other_code_is_left_in_peace(on_wire: None) -> None:
     check_right(run_ranks(2, left_beside_eager_backward))
+
+
+@pytest.mark.ranks
+def test_a_call_within_a_backward_is_one_that_is_left(on_wire: None) -> None:
+    check_left(run_ranks(2, left_in_a_backward), 3, "torch._dynamo.config.recompile_limit=3 is reached", ":layer:")
 
 
 @pytest.mark.ranks
