@@ -85,8 +85,8 @@ class Config:
             kept. `"always"`: where that can be done. `"auto"`: where it is worth a call, and matmuls overlap it.
             `"never"`: nowhere.
         invariant: `"batch"`: on GPUs a row of a fused chain has the same bits however many rows there are, and wherever
-            it is among them. Chains of which that cannot be promised are MISSED. So it is where
-            `torch._inductor.config.batch_invariant` is on. `"off"`: what is fastest makes the matmuls.
+            it is among them. A chain that cannot promise this is MISSED. `torch._inductor.config.batch_invariant`
+            switches it on, too. `"off"`: the fastest kernel makes each matmul.
         deviate: Let ranks send something cheaper than the program's collectives do, where all of them can, as one sum
             in place of several. When compiling, ranks ask one another: what one does not do, none does. Without it,
             ranks may compile whatever they like, whenever they like.

@@ -417,8 +417,8 @@ class ScatterChain(_Chain):
     terms. What the sum adds besides, `added_after`, is added to the fused op's result. `early` has the sums over a
     dimension of what a member reduces, where that is what is summed with the others.
 
-    With a `padding`, `way` and `placement` are those of the padded product. With an `own_part`, the collective is an
-    all-reduce in place of which the sum is scattered.
+    With a `padding`, `way` and `placement` are those of the padded product. With an `own_part`, the
+    program all-reduces the sum, and the fused op scatters it.
     """
 
     collective: Collective

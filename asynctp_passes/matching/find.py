@@ -49,8 +49,8 @@ def find(
 
     A matmul between a gather and a scatter can be fused with one of them: with the scatter when the gather has other
     matmuls to overlap with, else with the gather. Only a chain that is `allowed` to be fused has a claim to it.
-    Scatters whose results are only used in a sum become one. An all-reduce of which the rank uses its own part alone
-    becomes a reduce-scatter.
+    Scatters whose results are only used in a sum become one. An all-reduce becomes a reduce-scatter where the rank uses
+    its own part only.
     """
     context = MatchContext(graph, collectives, sizes)
     scatters = {c.node: match_reduction(context, c) for c in collectives if c.kind in ("reduce_scatter", "all_reduce")}
@@ -132,9 +132,9 @@ def _without_row_numbers(context: MatchContext, candidate: Candidate) -> Candida
 def _own_parts(
     context: MatchContext, found: Mapping[fx.Node, Candidate], allowed: Callable[[Candidate], bool]
 ) -> dict[fx.Node, Candidate]:
-    """Candidates of the all-reduces of which the rank uses its own part alone.
+    """New candidates for all-reduces: the rank uses only its own part of the result.
 
-    One whose matmuls can be fused is left as it is where these could not scatter the sum.
+    An all-reduce that can be fused stays as it is where its matmuls could not scatter the sum.
     """
     own: dict[fx.Node, Candidate] = {}
     for node, candidate in found.items():

@@ -1,4 +1,4 @@
-"""Find all-reduces of which a rank uses its own part alone: ranks that all do so can reduce-scatter. Pure.
+"""Find all-reduces whose rank uses only its own part of the result: they can be reduce-scatters. Pure.
 
     x → all_reduce → wait → {view, pointwise op}* → slice → …       the slice is part r of R equal ones on rank r of R
     x → reduce_scatter → wait → …                                   gives the same, if all ranks do so

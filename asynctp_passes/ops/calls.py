@@ -137,7 +137,7 @@ class ReduceCall(NamedTuple):
 
 Call = GatherCall | ReduceCall
 INVARIANT = 1 << 31
-"""Of an accord: a row's bits do not depend on how many rows there are, nor on what runs a call. Kernels know it too."""
+"""A flag in an accord: a row has the same bits for any number of rows, by any implementation. The kernels' is equal."""
 SCALES = frozenset({"a_scale", "a_scales", "b_scales", "gather_a_scale", "out_dtype", "use_fast_accum"})
 """The arguments of a call with scales, and of no other."""
 _OF_A_SCATTER = ("scatter_dim", "group_size")

@@ -97,7 +97,7 @@ class Words:
         return [self._sum(chain)] if chain.joined else [self.of_own_part(chain.collective)] if chain.own_part else []
 
     def of_own_part(self, reduction: Collective) -> str:
-        """The all-reduce of which this rank uses its own part alone. Which part that is the question has."""
+        """The all-reduce that becomes a reduce-scatter. Which part is this rank's stands in `Question.rank`."""
         return f"own: reduce_scatter({reduction.reduce_op}) in place of all_reduce {self._place[reduction.node]}"
 
     def of_bucket(self, bucket: Bucket) -> str:

@@ -100,7 +100,7 @@ def _bits(remarks: Sequence[Remark], config: Config) -> list[Note]:
 
 
 def _own_parts(plan: Plan) -> list[Note]:
-    """The all-reduces without a matmul of which each rank uses its own part alone."""
+    """The note on all-reduces without a matmul that become reduce-scatters."""
     names = ", ".join(one.collective.node.name for one in plan.own_parts)
     return [Note("own", f"{_OWN_PART}: {names}")] if names else []
 

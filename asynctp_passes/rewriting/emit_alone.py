@@ -103,7 +103,7 @@ def _emit(build: Builder, collective: Collective) -> None:
 
 
 def emit_own_parts(state: RewriteState) -> None:
-    """Make a reduce-scatter of each all-reduce of which this rank, as every other one, uses its own part alone."""
+    """Replace each all-reduce by a reduce-scatter where all ranks use their own parts only."""
     for candidate in state.plan.own_parts:
         collective, part = candidate.collective, candidate.own_part
         assert part is not None
@@ -120,7 +120,7 @@ def emit_own_parts(state: RewriteState) -> None:
 
 
 def give_own_part(build: Builder, collective: Collective, part: OwnPart, own: fx.Node) -> None:
-    """Give this rank's part of a sum to the users of that, of which those by place see zeros around it."""
+    """Replace a sum by this rank's part of it. Users that index the whole sum get the part between zeros."""
     for node in part.ends:
         build.replace(node, build.reshape(own, build.shape(node)))
     if not part.by_place:

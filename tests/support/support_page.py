@@ -213,7 +213,7 @@ SECTIONS: dict[str, list[Form]] = {
             *("test_gradients_of_three_layers_with_one_input", "test_routed_tokens_and_a_residual_between_reductions"),
         ),
         form(
-            "AR, of an `mm` or not, of which each rank uses its own rows alone, maybe after pointwise ops",
+            "AR with or without an `mm`, where each rank uses its own rows only, maybe after pointwise ops",
             "RS, fused with the `mm`, if all ranks do so",
             *("test_a_sum_of_matmuls_is_scattered", "test_a_sum_without_a_matmul_is_scattered"),
             *("test_pointwise_ops_and_turned_rows_see_zeros_in_other_places", "test_look_alikes_are_all_reduced"),
