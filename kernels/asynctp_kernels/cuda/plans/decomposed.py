@@ -72,9 +72,6 @@ class DecomposedGather(GatherPlan):
         outs = [a.new_empty((rows, width), dtype=self.out_dtype) for width in self.widths]
         return own_matmul(a, call.bs, outs, a_scale, call.b_scales, call.biases, fast=call.use_fast_accum)
 
-    def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
-        return super().with_kernel_layout(call) if self.kernel is None else self.with_gemm_layout(call)
-
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         """Range by range."""
         transport = self.transport

@@ -88,6 +88,12 @@ class GatherPlan(Implementation):
 
     def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
         """The call with its operands as the implementation reads them: copies of those that lie otherwise."""
+        if self.kernel is not None:
+            return self.with_gemm_layout(call)
+        return self._aligned(call)
+
+    def _aligned(self, call: GatherTensors) -> GatherTensors:
+        """The call with a shard, and numbers of its rows, at multiples of 16 bytes."""
         shard, row_numbers = aligned(call.shard), None if call.row_numbers is None else aligned(call.row_numbers)
         if shard is call.shard and row_numbers is call.row_numbers:
             return call
@@ -97,7 +103,7 @@ class GatherPlan(Implementation):
 
     def with_gemm_layout(self, call: GatherTensors) -> GatherTensors:
         """The same where a GEMM of ours reads all operands."""
-        call, bs = GatherPlan.with_kernel_layout(self, call), [aligned_columns(b) for b in call.bs]
+        call, bs = self._aligned(call), [aligned_columns(b) for b in call.bs]
         (a_scale,) = dense([call.a_scale])
         return call._replace(a_scale=a_scale, bs=bs, b_scales=dense(call.b_scales), biases=dense(call.biases))
 
@@ -186,9 +192,6 @@ class WholeGather(GatherPlan):
         if call.invariant:
             return own_matmul(a, call.bs, outs, a_scale, call.b_scales, call.biases, fast=fast)
         return FewRows(a, call.bs, outs, a_scale, call.b_scales, call.biases)
-
-    def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
-        return super().with_kernel_layout(call) if self.kernel is None else self.with_gemm_layout(call)
 
     def multiply_whole(self, stream: int, call: GatherTensors, kernel: OwnMatmul) -> None:
         """Enqueue all matmuls, once the whole is there."""
