@@ -218,15 +218,16 @@ def skipped(rank: int, _: int) -> Ended:
     return calls(layer, ["x", "y" if rank == 0 else "x"], within)
 
 
+def compiled_with_limit(function: Callable[..., Tensor], limit: int) -> tuple[Callable[..., Tensor], Tensor, Tensor]:
+    """A compiled function with so many forms at most, an input of this rank's, and a weight that changes nothing."""
+    torch._dynamo.config.recompile_limit = limit
+    torch.manual_seed(dist.get_rank())
+    return torch.compile(function, backend="asynctp", options=OPTIONS), torch.randn(16, 32), torch.eye(32)
+
+
 def left_beside_eager_backward(rank: int, _: int) -> Ended:
     """Rank 0 leaves a call without collectives, around which all ranks have some that only a backward makes."""
-    torch._dynamo.config.recompile_limit = 2
-    torch.manual_seed(rank)
-    step_function, x, w = (
-        torch.compile(branches, backend="asynctp", options=OPTIONS),
-        torch.randn(16, 32),
-        torch.eye(32),
-    )
+    step_function, x, w = compiled_with_limit(branches, 2)
     ended = Ended([torch.allclose(step_function(x, w, "x"), branches(x, w, "x"), atol=1e-3)])
     for step in range(5):
         tag = f"step {step}" if rank == 0 else "a"
@@ -252,13 +253,7 @@ class CalledInBackward(torch.autograd.Function):
 
 
 def left_in_a_backward(rank: int, _: int) -> Ended:
-    torch._dynamo.config.recompile_limit = 3
-    torch.manual_seed(rank)
-    step_function, x, w = (
-        torch.compile(layer, backend="asynctp", options=OPTIONS),
-        torch.randn(16, 32),
-        torch.eye(32),
-    )
+    step_function, x, w = compiled_with_limit(layer, 3)
     ended = Ended([])
     for tag in tags_of(rank, alone=True):
         given, begun = x.clone().requires_grad_(), time.monotonic()

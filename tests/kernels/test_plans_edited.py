@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels.cuda.choose.wire import INVARIANT
+from asynctp_kernels.cuda.facts import ReduceFacts
 from asynctp_kernels.cuda.plans import fused
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
@@ -97,14 +98,19 @@ def again(tensor: Tensor) -> Tensor:
     return copy.copy_((tensor.float() * 2 if tensor.dtype == torch.float32 else tensor.float()).to(tensor.dtype))
 
 
+def elsewhere(call: ReduceFacts) -> ReduceFacts:
+    """The same call with Bs and scales at other addresses."""
+    scales = {"a_scales": list(map(again, call.a_scales)), "b_scales": list(map(again, call.b_scales))}
+    return replace(call, b_parts=list(map(again, call.b_parts)), **scales)
+
+
 @pytest.mark.parametrize(("case", "implementation"), of_fused(scatter_implementations()))
 def test_scatter(case: str, implementation: str, here: Machine) -> None:
     call = scatter_call(**SCATTERS[case])
     plan, memory = scatter_plan(call, here, implementation), []
     for number in range(4):
         here.log.clear()
-        scales = {"a_scales": list(map(again, call.a_scales)), "b_scales": list(map(again, call.b_scales))}
-        call = replace(call, b_parts=list(map(again, call.b_parts)), **scales)
+        call = elsewhere(call)
         out, wanted, mine = run_scatter(call, here, plan)
         memory.append((out, mine, call))
         assert torch.equal(out, wanted)
@@ -138,8 +144,7 @@ def test_direct_scatter_of_few_rows(options: dict[str, Any], here: Machine) -> N
     call = scatter_call(**{"rows": (32,), "ks": (512,), "n": 512, **options})
     plan, memory = scatter_plan(call, here, "direct"), []
     for number in range(4):
-        scales = {"a_scales": list(map(again, call.a_scales)), "b_scales": list(map(again, call.b_scales))}
-        call = replace(call, b_parts=list(map(again, call.b_parts)), **scales)
+        call = elsewhere(call)
         out, wanted, mine = run_scatter(call, here, plan)
         memory.append((out, mine, call))
         assert torch.equal(out, wanted)
@@ -174,8 +179,7 @@ def test_batch_invariant_scatter(options: dict[str, Any], implementation: str, h
     call = replace(scatter_call(**{"rows": (1040,), "ks": (512,), "n": 512, **options}), accord=INVARIANT)
     plan, memory = scatter_plan(call, here, implementation), []
     for number in range(4):
-        scales = {"a_scales": list(map(again, call.a_scales)), "b_scales": list(map(again, call.b_scales))}
-        call = replace(call, b_parts=list(map(again, call.b_parts)), **scales)
+        call = elsewhere(call)
         out, wanted, mine = run_scatter(call, here, plan)
         memory.append((out, mine, call))
         assert torch.equal(out, wanted)
