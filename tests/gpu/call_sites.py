@@ -1,6 +1,6 @@
 """Calls from generated code give the op's bits: one JSON line for each op and implementation. Run by torchrun.
 
-    torchrun --nproc_per_node=2 tests/gpu/call_sites.py
+    torchrun --nproc_per_node=2 tests/gpu/call_sites.py [an op's name ...]
 
 Each is called by the op, and then by its place in generated code (`asynctp_passes.ops.call_sites`), in turn, and so are
 collectives without a matmul and their waits: on the same memory until a graph is launched, on other memory, at odd
@@ -9,6 +9,7 @@ addresses, on another stream, in a CUDA graph, in memory that PyTorch shares, an
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -109,9 +110,9 @@ def variants(pair: Pair, op: str) -> Iterator[tuple[str, Callable[[], None]]]:
             pair.both(*each)
 
     def moved(move: Callable[[Tensor], Tensor]) -> None:
-        a, bs, biases = operands(op)
+        a, *others = operands(op)
         for _ in range(3):
-            pair.both(move(a) if isinstance(a, Tensor) else [move(each) for each in a], bs, biases)
+            pair.both(move(a) if isinstance(a, Tensor) else [move(each) for each in a], *others)
 
     def on_another_stream() -> None:
         stream = torch.cuda.Stream()
@@ -146,7 +147,7 @@ def variants(pair: Pair, op: str) -> Iterator[tuple[str, Callable[[], None]]]:
 def main() -> None:
     start(240)
     with torch.no_grad():
-        for op in (*ops.OPS, *COLLECTIVES):
+        for op in sys.argv[1:] or (*ops.OPS, *COLLECTIVES):
             for implementation in ("fused", "decomposed", "direct"):
                 with cuda.forced(implementation):
                     pair = Pair(op)
