@@ -129,7 +129,7 @@ def has_peers() -> bool:
 
 
 def nothing_to_wait_for() -> bool:
-    """Whether no collective of `_c10d_functional` is under way in this process: `wait_tensor` would do nothing."""
+    """Tell whether no collective of `_c10d_functional` is under way in this process: `wait_tensor` would do nothing."""
     return not torch._C._distributed_c10d._get_work_registry_size()
 
 

@@ -25,15 +25,13 @@ from asynctp_kernels.cuda import calls, moves
 from asynctp_kernels.cuda.runtime import driver, edited
 from asynctp_kernels.cuda.runtime.driver import CudaError
 from asynctp_kernels.errors import SymmetricMemoryError
-from bound import bound, named_group, operands
-from cuda_stubs import Awaited, Copied, Group, Launched, Machine, gather_call, machine, scatter_call, tensor
+from bound import bound, collective, moved_by_op, named_group, operands
+from cuda_stubs import Awaited, Copied, Group, Launched, Machine, gather_call, machine, scatter_call
 from driver_of_c import need_c
 from host_costs import counted
 from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, TENSORWISE, WORLD
 from plan_runs import op as by_op
 from torch import Tensor
-
-from asynctp_passes.ops.calls import AllGatherCall, AllReduceCall, ReduceScatterCall
 
 CALLS: dict[str, Callable[[], Any]] = {
     "gather": lambda: gather_call((192,), 64, (72,)),
@@ -397,27 +395,6 @@ def test_the_c_code_keeps_to_its_memory(tmp_path: Path) -> None:
 
 
 # --- collectives without a matmul -----------------------------------------------------------------------------------
-def collective(here: Machine, op: str, *shape: int, copy: bool = False) -> Any:
-    """The arguments of an op without a matmul."""
-    name, given = here.group.group_name, tensor(*shape)
-    if op == "all_gather":
-        return AllGatherCall(given, WORLD, name, copy=copy)
-    return (
-        AllReduceCall(given, "max", name) if op == "all_reduce" else ReduceScatterCall(given, "sum", WORLD, name, copy)
-    )
-
-
-def moved_by_op(here: Machine, call: Any) -> Any:
-    def check() -> None:
-        pass
-
-    if call.op == "all_gather":
-        return cuda.run_bulk_gather(call.shard, WORLD, here.group, check, call.all_keep, call.copy)
-    if call.op == "all_reduce":
-        return cuda.run_bulk_all_reduce(call.input, call.reduce_op, here.group, check)
-    return cuda.run_bulk_scatter(call.whole, call.reduce_op, WORLD, here.group, check, call.copy)
-
-
 WAYS = [
     (op, way) for op in ("all_gather", "reduce_scatter", "all_reduce") for way in ("direct", "fused")
     if (op, way) != ("all_reduce", "fused")  # of few bytes: it is direct

@@ -158,7 +158,7 @@ def _reduction(
 
 
 def _key(memory: GroupMemory, kind: str, rows: Tensor, *facts: Any) -> tuple[Any, ...]:
-    """What the plan of a call without a matmul is found by."""
+    """Give what the plan of a call without a matmul is found by."""
     return ("moved", kind, memory.skipped, select.requested(), *facts, *keys_of(rows))
 
 
