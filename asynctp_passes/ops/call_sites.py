@@ -1,4 +1,4 @@
-"""Calls of the fused ops from the code that Inductor generates: each is an object that is bound to one place there.
+"""Calls of the ops from the code that Inductor generates: each is an object that is bound to one place there.
 
     asynctp_all_gather_matmul_12ac = asynctp_bind(1, "('all_gather_matmul', {'gather_dim': 0, ...}, ...)")
     ...
@@ -23,10 +23,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes.ops.calls import OPS, SIGNATURES
+from asynctp_passes.ops.calls import COLLECTIVES, OPS, SIGNATURES
 from asynctp_passes.ops.choice import kernels_for
+from asynctp_passes.ops.collectives import complete
 from asynctp_passes.torch_private import inductor_calls, inductor_order
 from asynctp_passes.torch_private.inductor_calls import is_watched
+from asynctp_passes.torch_private.process_groups import nothing_to_wait_for
 
 __all__ = ["VERSION", "CallSite", "bind", "mark"]
 
@@ -43,7 +45,7 @@ def _not_bound(*tensors: Any) -> None:
 
 
 def mark(graph: fx.Graph, groups: Sequence[object], direct: bool) -> str:
-    """Have the fused ops of a graph called from places that they are bound to, if `direct` and if that can be.
+    """Have the ops of a graph called from places that they are bound to, if `direct` and if that can be.
 
     groups: Of the fused ops, as the graph gives them: names, or nodes for objects.
 
@@ -53,7 +55,7 @@ def mark(graph: fx.Graph, groups: Sequence[object], direct: bool) -> str:
     """
     if not direct or not groups or not inductor_order.is_compiled(graph):
         return ""
-    ops = [getattr(torch.ops.asynctp, name).default for name in OPS]
+    ops = [getattr(torch.ops.asynctp, name).default for name in (*OPS, *COLLECTIVES, "wait")]
     reason = inductor_calls.hindrance()
     if reason is None and not all(isinstance(group, str) for group in groups):
         reason = "process groups are inputs of the graph"
@@ -72,6 +74,8 @@ def bind(version: int, text: str) -> Callable[..., Any]:
     """
     op, constants, tensors, sized = ast.literal_eval(text)
     constants = {name: _value(constant) for name, constant in constants.items()}
+    if version == VERSION and op == "wait":
+        return WaitSite(bool(sized))
     if version == VERSION:
         return SizedCallSite(op, constants, tensors) if sized else CallSite(op, constants, tensors)
     log.warning(
@@ -104,7 +108,7 @@ class CallSite:
 
     def __init__(self, op: str, constants: dict[str, Any], tensors: tuple[str, ...]) -> None:
         self.op, self.direct = op, 0
-        signature = SIGNATURES[op]
+        signature = (SIGNATURES | COLLECTIVES)[op]
         self._overload, self._call = getattr(torch.ops.asynctp, op).default, signature.call
         values = {**dict.fromkeys(tensors), **constants}
         self._arguments = signature.in_order(values)
@@ -154,3 +158,21 @@ class SizedCallSite(CallSite):
             return self._by_op(sizes, tensors)
         self.direct += 1
         return found
+
+
+class WaitSite:
+    """A wait for a collective's result.
+
+    Args:
+        sized: The tensors' shapes depend on sizes, which are given first.
+    """
+
+    def __init__(self, sized: bool) -> None:
+        self._sized = sized
+
+    def __call__(self, *given: Any) -> Any:
+        """Complete a result on the current stream, and give it. given: The result, and what was communicated."""
+        result, source = given[self._sized :]
+        if not is_watched() and (complete(result) or nothing_to_wait_for()):
+            return result
+        return torch.ops.asynctp.wait.default(result, source)

@@ -1,9 +1,9 @@
-"""The calls of the three fused ops: the arguments of one call by their names, and the ops' schemas, made of these.
+"""The calls of the ops: the arguments of one call by their names, and the ops' schemas, made of these.
 
-An op's arguments become a `GatherCall` or a `ReduceCall` where it is called. The call goes through everything: checks
-(`checks`), fake results (`register`), the reference program (`reference`), gradients (`autograd`), and the kernels of
-`asynctp_kernels`, which read it by attribute. A new argument is a field; its place among the fields is that in the
-schema.
+A fused op's arguments become a `GatherCall` or a `ReduceCall` where it is called. The call goes through everything:
+checks (`checks`), fake results (`register`), the reference program (`reference`), gradients (`autograd`), and the
+kernels of `asynctp_kernels`, which read it by attribute. A new argument is a field; its place among the fields is that
+in the schema.
 
 Scales are optional: those of A, those of the Bs and `out_dtype` are there together, or none of them.
 """
@@ -20,7 +20,10 @@ from torch import Tensor
 
 from asynctp_passes.torch_private import process_groups
 
-__all__ = ["INVARIANT", "OPS", "SCALES", "SIGNATURES", "Call", "GatherCall", "ReduceCall", "Signature", "signature"]
+__all__ = [
+    "COLLECTIVES", "INVARIANT", "OPS", "SCALES", "SIGNATURES", "AllGatherCall", "AllReduceCall", "Call",
+    "CollectiveCall", "GatherCall", "ReduceCall", "ReduceScatterCall", "Signature", "signature",
+]  # fmt: skip
 
 
 class GatherCall(NamedTuple):
@@ -135,7 +138,64 @@ class ReduceCall(NamedTuple):
         return self.a_parts[0] if self.a_parts else None
 
 
+class AllGatherCall(NamedTuple):
+    """The arguments of an all-gather along dim 0, without a matmul.
+
+    Attributes:
+        copy: The shard may be written to once the op has returned.
+        all_keep: Every rank keeps what is gathered, the same on all ranks.
+        accord: As of a `GatherCall`.
+        op: The op's name, which is no argument.
+    """
+
+    shard: Tensor
+    group_size: int
+    group_name: Any
+    copy: bool = True
+    all_keep: bool = True
+    accord: int = 0
+    op: str = "all_gather"
+
+    @property
+    def first(self) -> Tensor:
+        """A tensor that tells where the call runs."""
+        return self.shard
+
+
+class ReduceScatterCall(NamedTuple):
+    """The arguments of a reduce-scatter along dim 0, without a matmul, as of an `AllGatherCall`."""
+
+    whole: Tensor
+    reduce_op: str
+    group_size: int
+    group_name: Any
+    copy: bool = True
+    accord: int = 0
+    op: str = "reduce_scatter"
+
+    @property
+    def first(self) -> Tensor:
+        """A tensor that tells where the call runs."""
+        return self.whole
+
+
+class AllReduceCall(NamedTuple):
+    """The arguments of an all-reduce without a matmul, as of an `AllGatherCall`."""
+
+    input: Tensor
+    reduce_op: str
+    group_name: Any
+    accord: int = 0
+    op: str = "all_reduce"
+
+    @property
+    def first(self) -> Tensor:
+        """A tensor that tells where the call runs."""
+        return self.input
+
+
 Call = GatherCall | ReduceCall
+CollectiveCall = AllGatherCall | ReduceScatterCall | AllReduceCall
 INVARIANT = 1 << 31
 """A flag in an accord: a row has the same bits for any number of rows, by any implementation. The kernels' is equal."""
 SCALES = frozenset({"a_scale", "a_scales", "b_scales", "gather_a_scale", "out_dtype", "use_fast_accum"})
@@ -178,7 +238,9 @@ class Signature:
         schema: The op's, as torch.library takes it.
     """
 
-    def __init__(self, op: str, kind: type[Call], results: str, absent: Sequence[str] = ()) -> None:
+    def __init__(
+        self, op: str, kind: type[Call] | type[CollectiveCall], results: str, absent: Sequence[str] = ()
+    ) -> None:
         """absent: Fields of the call that the op does not have; None there."""
         self.op, self.kind = op, kind
         types, defaults = typing.get_type_hints(kind), kind._field_defaults
@@ -227,7 +289,16 @@ SIGNATURES: dict[str, Signature] = {
     )
 }
 OPS = {op: one.schema for op, one in SIGNATURES.items()}
-"""The schemas of the ops, by their names."""
+"""The schemas of the fused ops, by their names."""
+COLLECTIVES: dict[str, Signature] = {
+    one.op: one
+    for one in (
+        Signature("all_gather", AllGatherCall, "Tensor"),
+        Signature("reduce_scatter", ReduceScatterCall, "Tensor"),
+        Signature("all_reduce", AllReduceCall, "Tensor"),
+    )
+}
+"""The same of the ops without a matmul."""
 
 
 def signature(op: str) -> Signature:

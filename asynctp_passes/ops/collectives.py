@@ -28,6 +28,7 @@ from torch import Tensor
 
 from asynctp_passes.ops import plain_collectives as plain
 from asynctp_passes.ops.arguments import check_group, group_and_size
+from asynctp_passes.ops.calls import COLLECTIVES
 from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.ops.choice import overlapped
 from asynctp_passes.ops.register import register
@@ -36,15 +37,8 @@ from asynctp_passes.torch_private import process_groups, torch_ops
 __all__ = ["OPS", "all_gather", "all_reduce", "reduce_scatter"]
 
 ALL_REDUCE_OPS = (*REDUCE_OPS, *EXTREMES)
-_GROUP = f"{process_groups.schema_type()} group_name"
 OPS = {
-    "all_gather": (
-        f"(Tensor shard, int group_size, {_GROUP}, *, bool copy=True, bool all_keep=True, int accord=0) -> Tensor"
-    ),
-    "reduce_scatter": (
-        f"(Tensor whole, str reduce_op, int group_size, {_GROUP}, *, bool copy=True, int accord=0) -> Tensor"
-    ),
-    "all_reduce": f"(Tensor input, str reduce_op, {_GROUP}, *, int accord=0) -> Tensor",
+    **{op: one.schema for op, one in COLLECTIVES.items()},
     "wait": "(Tensor(a) result, Tensor source) -> Tensor(a)",
 }
 
@@ -113,6 +107,8 @@ def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any, accord: in
 
 
 def _real_wait(result: Tensor, source: Tensor) -> Tensor:
+    if complete(result):
+        return result
     with torch_ops.below_autograd():
         done: Tensor = torch.ops._c10d_functional.wait_tensor.default(result)
     return done
@@ -139,6 +135,12 @@ def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
         raise ValueError(
             f"asynctp reduce_scatter: {whole.shape[0]} rows do not divide by {group_size} ranks; pad dim 0"
         )
+
+
+def complete(result: Tensor) -> bool:
+    """Complete a collective's result on the current stream; False where torch's `wait_tensor` has to."""
+    land = getattr(overlapped(result), "land", None)
+    return land is not None and bool(land(result))
 
 
 # --- fake implementations ---------------------------------------------------------------------------------------

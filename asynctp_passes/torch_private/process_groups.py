@@ -128,6 +128,11 @@ def has_peers() -> bool:
     return any(size_of_group(name) > 1 for name in names())
 
 
+def nothing_to_wait_for() -> bool:
+    """Tell whether no collective of `_c10d_functional` is under way in this process: `wait_tensor` would do nothing."""
+    return not torch._C._distributed_c10d._get_work_registry_size()
+
+
 def had_process_group() -> bool:
     """There is a process group, or was one, for which torch puts its own hook for uncaught exceptions in place."""
     return bool(names()) or sys.excepthook.__module__ == "torch.distributed.distributed_c10d"

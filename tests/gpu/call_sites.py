@@ -1,14 +1,15 @@
 """Calls from generated code give the op's bits: one JSON line for each op and implementation. Run by torchrun.
 
-    torchrun --nproc_per_node=2 tests/gpu/call_sites.py
+    torchrun --nproc_per_node=2 tests/gpu/call_sites.py [an op's name ...]
 
-Each is called by the op, and then by its place in generated code (`asynctp_passes.ops.call_sites`), in turn: on the
-same memory until a graph is launched, on other memory, at odd addresses, on another stream, in a CUDA graph,
-in memory that PyTorch shares, and after the group's memory was released.
+Each is called by the op, and then by its place in generated code (`asynctp_passes.ops.call_sites`), in turn, and so are
+collectives without a matmul and their waits: on the same memory until a graph is launched, on other memory, at odd
+addresses, on another stream, in a CUDA graph, in memory that PyTorch shares, and after the group's memory was released.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,8 @@ from launched import device, end, show, start
 from torch import Tensor
 
 from asynctp_passes import ops
-from asynctp_passes.ops.call_sites import CallSite
+from asynctp_passes.ops.call_sites import CallSite, WaitSite
+from asynctp_passes.ops.calls import COLLECTIVES
 
 TIMES = 24
 M, K, N = (64, 32, 16) if IS_INTERPRETED else (1024, 512, 256)
@@ -45,7 +47,11 @@ def in_symmetric_memory(tensor: Tensor) -> Tensor:
 
 
 def constants(op: str) -> dict[str, Any]:
+    size = {"group_size": dist.get_world_size()}
     own = {
+        "all_gather": {**size, "copy": False},
+        "reduce_scatter": {**size, "reduce_op": "sum", "copy": False},
+        "all_reduce": {"reduce_op": "max"},
         "all_gather_matmul": {"gather_dim": 0, "return_a_full": True, "group_size": dist.get_world_size()},
         "matmul_reduce_scatter": {"reduce_op": "sum", "scatter_dim": 0, "group_size": dist.get_world_size()},
         "matmul_all_reduce": {"reduce_op": "sum"},
@@ -61,16 +67,22 @@ class Pair:
     """
 
     def __init__(self, op: str) -> None:
-        names = TENSORS.get(op, TENSORS["matmul_reduce_scatter"])
+        alone = (COLLECTIVES[op].names[0],) if op in COLLECTIVES else TENSORS["matmul_reduce_scatter"]
+        names = TENSORS.get(op, alone)
         self.op, self.given = getattr(torch.ops.asynctp, op).default, constants(op)
         self.site, self.names, self.equal = CallSite(op, self.given, names), names, True
 
     def by_op(self, *tensors: Any) -> list[Tensor]:
-        return several(self.op(**dict(zip(self.names, tensors, strict=True)), **self.given))
+        found = several(self.op(**dict(zip(self.names, tensors, strict=True)), **self.given))
+        return found if "matmul" in self.op.name() else [torch.ops.asynctp.wait.default(*found, *tensors)]
+
+    def by_site(self, *tensors: Any) -> list[Tensor]:
+        found = several(self.site(*tensors))
+        return found if "matmul" in self.op.name() else [WaitSite(False)(*found, *tensors)]
 
     def both(self, *tensors: Any) -> None:
         """Compare one call of each."""
-        wanted, found = self.by_op(*tensors), several(self.site(*tensors))
+        wanted, found = self.by_op(*tensors), self.by_site(*tensors)
         self.equal &= all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
 
 
@@ -79,6 +91,8 @@ def several(found: Any) -> list[Tensor]:
 
 
 def operands(op: str) -> tuple[Any, ...]:
+    if op in COLLECTIVES:
+        return (random(M if op == "reduce_scatter" else M // dist.get_world_size(), 8 if op == "all_reduce" else K),)
     a, b = random(M // dist.get_world_size() if "gather" in op else M, K), random(N, K).t()
     return (a, [b], [None]) if "gather" in op else ([a], [b], [None])
 
@@ -96,9 +110,9 @@ def variants(pair: Pair, op: str) -> Iterator[tuple[str, Callable[[], None]]]:
             pair.both(*each)
 
     def moved(move: Callable[[Tensor], Tensor]) -> None:
-        a, bs, biases = operands(op)
+        a, *others = operands(op)
         for _ in range(3):
-            pair.both(move(a) if isinstance(a, Tensor) else [move(each) for each in a], bs, biases)
+            pair.both(move(a) if isinstance(a, Tensor) else [move(each) for each in a], *others)
 
     def on_another_stream() -> None:
         stream = torch.cuda.Stream()
@@ -111,7 +125,7 @@ def variants(pair: Pair, op: str) -> Iterator[tuple[str, Callable[[], None]]]:
         graph = torch.cuda.CUDAGraph()
         direct = pair.site.direct
         with torch.cuda.graph(graph):
-            found = several(pair.site(*given))
+            found = pair.by_site(*given)
         assert pair.site.direct == direct, "a call in a capture is the op's"
         for _ in range(3):
             graph.replay()
@@ -133,7 +147,7 @@ def variants(pair: Pair, op: str) -> Iterator[tuple[str, Callable[[], None]]]:
 def main() -> None:
     start(240)
     with torch.no_grad():
-        for op in ops.OPS:
+        for op in sys.argv[1:] or (*ops.OPS, *COLLECTIVES):
             for implementation in ("fused", "decomposed", "direct"):
                 with cuda.forced(implementation):
                     pair = Pair(op)

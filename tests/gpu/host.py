@@ -31,7 +31,8 @@ from launched import end, show, start
 from torch import Tensor
 
 import asynctp_passes.ops.collectives  # noqa: F401  (registers the ops)
-from asynctp_passes.ops.call_sites import CallSite
+from asynctp_passes.ops.call_sites import CallSite, WaitSite
+from asynctp_passes.ops.calls import COLLECTIVES
 
 ROUNDS, CALLS, FIRST = 4, 48, 8
 NEW_ROUNDS, NEW_CALLS, COLD_CALLS = 4, 24, 24
@@ -170,6 +171,32 @@ def calls() -> dict[str, Made]:
     }
 
 
+def collectives() -> Iterator[tuple[str, Tensor, dict[str, Callable[[Any, Any], Any]]]]:
+    """Collectives without a matmul, and their waits: as `Made` has it. Of maxima a scale is made."""
+    world, name, ops = dist.get_world_size(), dist.group.WORLD.group_name, torch.ops.asynctp
+    wait = WaitSite(False)
+    for call, given, op, constants in (
+        ("all-gather alone", random(M // world, K), "all_gather", {"group_size": world, "copy": False}),
+        (
+            "reduce-scatter alone",
+            random(M, K),
+            "reduce_scatter",
+            {"reduce_op": "sum", "group_size": world, "copy": False},
+        ),
+        ("all-reduce of 512 maxima", random(1, K), "all_reduce", {"reduce_op": "max"}),
+    ):
+        constants["group_name"] = name
+        site, by_op = CallSite(op, constants, (COLLECTIVES[op].names[0],)), getattr(ops, op).default
+        yield (
+            call,
+            given,
+            {
+                "op": lambda a, bs, by_op=by_op, more=constants: ops.wait.default(by_op(a, **more), a),
+                "generated code": lambda a, bs, site=site: wait(site(a), a),
+            },
+        )
+
+
 def random(rows: int, cols: int) -> Tensor:
     return torch.randn(rows, cols, dtype=torch.bfloat16, device="cuda")
 
@@ -194,6 +221,13 @@ def main() -> None:
             show({"call": "cuBLAS", "addresses": addresses, "ranks": world, "us": us})
         for call, function in by_nccl().items():
             show({"call": f"{call} of one rank", "implementation": "NCCL", "ranks": world, "us": measure(function)})
+        for implementation in ("direct", "fused"):
+            with cuda.forced(implementation):
+                for call, given, ways in collectives():
+                    for way, make in ways.items():
+                        for addresses, us in by_addresses(make, (given, [])):
+                            facts = {"call": call, "implementation": implementation, "way": way}
+                            show({**facts, "addresses": addresses, "ranks": world, "us": us})
         for implementation in ("fused", "direct", "decomposed"):
             with cuda.forced(implementation):
                 for call, made in calls().items():

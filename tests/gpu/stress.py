@@ -9,7 +9,7 @@ on the GPU, with what it must be; what is gathered or multiplied is written just
 the calls have copies of their scales, which lie elsewhere. Every thousand calls all communication memory is filled with
 NaN while nothing is in flight, and what the allocator has to spare is given back, so that other memory comes to lie
 where earlier calls had theirs. Prints one JSON line: `prepared` counts the different calls, and `least` says how
-often the rarest was made. `launched` calls were launches of their plan's graph.
+often the rarest was made. `launched` calls were launches of their plan's graph, `bound` ones came from call sites.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from cases import FP8, Case, Data, draw, expected
 from launched import end, limit, show, start
 from torch import Tensor
 
-import asynctp_passes.ops.collectives  # noqa: F401  (registers the ops)
+from asynctp_passes.ops.call_sites import CallSite, WaitSite
+from asynctp_passes.ops.calls import COLLECTIVES
 
 ALL = ("fused", "decomposed", "direct", "whole")
 NOT_DECOMPOSED = ("fused", "direct", "whole")  # rows of a rank in more than 4 ranges
 NOT_FUSED = ("decomposed", "direct", "whole")  # scales of blocks
 SHAPES = ((64, 64, 64), (512, 128, 256), (1024, 64, 512), (256, 256, 128), (2048, 128, 256), (520, 64, 72))
 POISON_EVERY = 1000
+SITES = list[CallSite]()
 SHALLOW = 288  # the depth up to which A has as few zeros as it comes with
 
 
@@ -166,7 +168,10 @@ def prepare(case: Case, implementations: tuple[str, ...], group: dist.ProcessGro
 
 
 def prepare_bulk(op: str, inner: Call, group: dist.ProcessGroup, copy: bool) -> Call:
-    """A collective without a product, left in flight while `inner` runs; of a copy, or of its input itself."""
+    """A collective without a product, left in flight while `inner` runs: of a copy, by its op.
+
+    Of its input itself it is called as from generated code, and so is its wait.
+    """
     world, group_name = group.size(), group.group_name
     torch.manual_seed(dist.get_rank())
     x = torch.randint(-8, 9, (128 * world, 64), device=inner.expected.device).to(torch.bfloat16)
@@ -174,15 +179,22 @@ def prepare_bulk(op: str, inner: Call, group: dist.ProcessGroup, copy: bool) -> 
     mine = whole.float().sum(0).chunk(world)[dist.get_rank()].to(x.dtype)
     wanted = flat([whole if op == "gather" else mine, inner.expected])
 
-    keep = {"all_keep": len(inner.name) % 2 == 0} if op == "gather" else {}
+    name, own = ("all_gather", {}) if op == "gather" else ("reduce_scatter", {"reduce_op": "sum"})
+    given = {**own, "group_size": world, "group_name": group_name, "copy": copy}
+    if op == "gather":
+        given["all_keep"] = len(inner.name) % 2 == 0
+    site, wait, start = (
+        CallSite(name, given, (COLLECTIVES[name].names[0],)),
+        WaitSite(False),
+        getattr(torch.ops.asynctp, name),
+    )
+    SITES.append(site)
 
     def run() -> Tensor:
-        ops = torch.ops.asynctp
-        args = (world, group_name) if op == "gather" else ("sum", world, group_name)
         with cuda.forced("fused"):  # by copy engine, few bytes though they are
-            flying = (ops.all_gather if op == "gather" else ops.reduce_scatter)(x, *args, copy=copy, **keep)
+            flying = start(x, **given) if copy else site(x)
         beside = inner.run()
-        done = torch.ops._c10d_functional.wait_tensor(flying) if copy else ops.wait(flying, x)
+        done = torch.ops._c10d_functional.wait_tensor(flying) if copy else wait(flying, x)
         return flat([done, beside])
 
     return Call(
@@ -270,6 +282,7 @@ def mix(calls: list[list[Call]], groups: list[dist.ProcessGroup], total: int) ->
 
 def main() -> int:
     start(300)
+    torch.set_grad_enabled(False)
     total = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
     groups = [dist.group.WORLD, dist.new_group(list(range(dist.get_world_size())))]
     for group in groups:
@@ -288,13 +301,14 @@ def main() -> int:
     dist.all_reduce(counts)
     wrong = {call.name: count for call, count in zip(every, counts.tolist(), strict=True) if count}
     least = min(call.made for call in every)
+    bound = sum(site.direct for site in SITES)
     show({"calls": done, "replayed": replays, "launched": launched,
-          "wrong": sum(wrong.values()), "prepared": len(every), "least": least,
+          "bound": bound, "wrong": sum(wrong.values()), "prepared": len(every), "least": least,
           "seconds": seconds, **({"wrong calls": wrong} if wrong else {})})  # fmt: skip
     del every, calls  # NCCL does not end while there are CUDA graphs with its kernels
     gc.collect()
     end()
-    return int(bool(wrong) or not launched)
+    return int(bool(wrong) or not launched or not bound)
 
 
 if __name__ == "__main__":

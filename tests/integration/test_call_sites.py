@@ -6,9 +6,11 @@ import gc
 import re
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ import asynctp_passes
 from asynctp_passes import AsyncTPPass, Config, Note
 from asynctp_passes.ops import call_sites
 from asynctp_passes.ops.call_sites import CallSite, SizedCallSite
+from asynctp_passes.planning import overlap
 from asynctp_passes.torch_private import inductor_calls, inductor_order
 
 OPTIONS: dict[str, Any] = {"log": False, "fallback_by_default": True, "direct": True}
@@ -51,12 +54,12 @@ def two() -> Iterator[None]:
 
 
 def lines(function: Callable[..., Any], *args: Any, **options: Any) -> str:
-    """The lines of generated code that call fused ops, or bind what does."""
-    dynamic = options.pop("dynamic", None)
+    """The lines of generated code that call fused ops, or bind what does. word: What is in them."""
+    dynamic, word = options.pop("dynamic", None), options.pop("word", "matmul")
     compiled = torch.compile(function, backend="asynctp", options={**OPTIONS, **options}, dynamic=dynamic)
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         _, codes = run_and_get_code(compiled, *args)
-    found = [line.strip() for code in codes for line in code.splitlines() if "matmul" in line]
+    found = [line.strip() for code in codes for line in code.splitlines() if word in line]
     return "\n".join(line for line in found if "assert_" not in line and not line.startswith("#"))
 
 
@@ -93,6 +96,22 @@ def test_sizes_that_are_not_constant_come_first(two: None) -> None:
     assert len(calls) == 2
     assert all(call.partition("(")[2].startswith("(s") for call in calls)
     assert text.count('True)")') == 2
+
+
+def beside(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """A gather that no matmul takes, in front of one that does not need it."""
+    gathered = all_gather_tensor(v.cos(), 0, dist.group.WORLD)
+    product = x @ x.t()
+    return torch.cat([each.flatten() for each in (layer(x, w, v), gathered + 1, product)])
+
+
+def test_a_collective_without_a_matmul_is_bound_too(two: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the wait that reads what it reads."""
+    monkeypatch.setattr(overlap, "LEAST_BYTES", 0)
+    text = lines(beside, *tensors(), strict="off", word="asynctp")
+    assert set(re.findall(r"torch\.ops\.asynctp\.(\w+)", text)) == {"run_check"}
+    assert re.search(r"buf\d+ = asynctp_all_gather_\w{12}\(buf\d+\)", text)
+    assert re.search(r"buf\d+ = asynctp_wait_\w{12}\(buf\d+, buf\d+\)", text)
 
 
 BY_TORCH = "fused ops are called by torch.ops (size_asserts=False), which takes the host longer"
@@ -380,13 +399,21 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "partitions": (layers, {"graph_partition": True}),
     "rows that are chosen": (chosen_rows, {}),
     "training": (layer, {}),
+    "a gather that is complete": (beside, {"forced": "direct"}),
+    "a gather in flight": (beside, {"forced": "decomposed"}),
     "unlike calls": (joined, {}),
     "unlike calls of any size": (joined, {"dynamic": True}),
 }
 
 
-def programs(rank: int, world: int) -> dict[str, tuple[bool, int]]:
-    """Whether each program has eager's values in each of five calls, and how many calls were not the ops'."""
+def programs(rank: int, world: int) -> dict[str, tuple[bool, int, set[tuple[str, str]]]]:
+    """Whether each program has eager's values in each of five calls, and how many calls were not the ops'.
+
+    And the implementations of the bound collectives without a matmul.
+    """
+    from asynctp_kernels import cuda
+    from asynctp_kernels.cuda import moves
+
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
     found = {}
     for name, (function, options) in PROGRAMS.items():
@@ -394,16 +421,20 @@ def programs(rank: int, world: int) -> dict[str, tuple[bool, int]]:
         torch._dynamo.reset()
         before, right = sum(made_directly()), True
         options = {**OPTIONS, "strict": "off", **options}
-        dynamic = options.pop("dynamic", None)
+        dynamic, forced = options.pop("dynamic", None), options.pop("forced", None)
         compiled = torch.compile(function, backend="asynctp", options=options, fullgraph=True, dynamic=dynamic)
+        moves.moved.clear()
         for number in range(5):
             x, w, v = tensors(9 if name == "rows that are chosen" else 8)
             x = x.abs() if number % 2 else -x.abs()
-            if name == "training":
-                right &= torch.allclose(trained(function, x, w, v), trained(compiled, x, w, v), atol=1e-3, rtol=1e-3)
-            else:
-                right &= equal(function, compiled, x, w, v)
-        found[name] = (right, sum(made_directly()) - before)
+            with cuda.forced(forced) if forced else nullcontext(), mock.patch.object(overlap, "LEAST_BYTES", 0):
+                if name == "training":
+                    wanted, given = trained(function, x, w, v), trained(compiled, x, w, v)
+                    right &= torch.allclose(wanted, given, atol=1e-3, rtol=1e-3)
+                else:
+                    right &= equal(function, compiled, x, w, v)
+        assert not moves.flying
+        found[name] = (right, sum(made_directly()) - before, set(moves.moved))
     return found
 
 
@@ -448,8 +479,10 @@ def test_values_are_those_of_the_op(interpreted: None) -> None:
 @pytest.mark.ranks
 def test_programs_of_every_form_have_the_values_of_eager(interpreted: None) -> None:
     for found in run_ranks(2, programs, timeout_s=500):
-        assert {name: right for name, (right, _) in found.items()} == dict.fromkeys(PROGRAMS, True)
-        assert {name for name, (_, direct) in found.items() if direct} == set(PROGRAMS), found
+        assert {name: right for name, (right, _, _) in found.items()} == dict.fromkeys(PROGRAMS, True)
+        assert {name for name, (_, direct, _) in found.items() if direct} == set(PROGRAMS), found
+        assert found["a gather that is complete"][2] == {("all_gather", "direct")}
+        assert found["a gather in flight"][2] == {("all_gather", "copy engine")}
 
 
 @pytest.mark.ranks

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,11 +21,11 @@ import torch
 pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
-from asynctp_kernels.cuda import calls
+from asynctp_kernels.cuda import calls, moves
 from asynctp_kernels.cuda.runtime import driver, edited
 from asynctp_kernels.cuda.runtime.driver import CudaError
 from asynctp_kernels.errors import SymmetricMemoryError
-from bound import bound, named_group, operands
+from bound import bound, collective, moved_by_op, named_group, operands
 from cuda_stubs import Awaited, Copied, Group, Launched, Machine, gather_call, machine, scatter_call
 from driver_of_c import need_c
 from host_costs import counted
@@ -391,3 +392,77 @@ def test_the_c_code_keeps_to_its_memory(tmp_path: Path) -> None:
     environment = {**os.environ, **own, "ASAN_OPTIONS": "detect_leaks=0", "HYPOTHESIS_PROFILE": "default"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- collectives without a matmul -----------------------------------------------------------------------------------
+WAYS = [
+    (op, way) for op in ("all_gather", "reduce_scatter", "all_reduce") for way in ("direct", "fused")
+    if (op, way) != ("all_reduce", "fused")  # of few bytes: it is direct
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(64,), (8, 3, 8)])
+@pytest.mark.parametrize(("op", "way"), WAYS)
+def test_a_bound_collective_enqueues_what_its_op_does(op: str, way: str, shape: tuple[int, ...], here: Machine) -> None:
+    call = collective(here, op, *shape)
+    with cuda.forced(way), mock.patch.object(moves, "register_wait"):
+        for _ in range(2):
+            moved_by_op(here, call)
+        wanted, asked = made_by(here, lambda: moved_by_op(here, call))
+        one = cuda.bind(call)
+        counted_as = (op, {"direct": "direct", "fused": "copy engine"}[way])
+        count = moves.moved[counted_as]
+        found, directly = made_by(here, lambda: one(call.first))
+    assert kinds(directly) == kinds(asked) != []
+    assert moves.moved[counted_as] == count + 1
+    assert (wanted.shape, wanted.stride(), wanted.dtype) == (found.shape, found.stride(), found.dtype)
+    assert wanted.data_ptr() != found.data_ptr()
+    assert cuda.land(found) == (way == "fused"), "in flight until then"
+    assert not cuda.land(found)
+    assert not moves.flying
+
+
+def test_the_stream_of_a_wait_comes_after_what_is_in_flight(here: Machine) -> None:
+    call = collective(here, "all_gather", 8, 8)
+    with cuda.forced("fused"), mock.patch.object(moves, "register_wait"):
+        moved_by_op(here, call)
+        one = cuda.bind(call)
+        found, other = one(call.first), one(call.first)
+    assert len(moves.flying) == 2
+    here.current_stream = 42
+    for each in (other, found):
+        _, log = made_by(here, lambda each=each: cuda.land(each))
+        assert [entry.stream for entry in log if isinstance(entry, Awaited)] == [42]
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_what_torchs_wait_completes_is_the_ops(op: str, here: Machine) -> None:
+    """It reads a copy, in flight; of few bytes nothing is to be completed."""
+    call = collective(here, op, 8, 8, copy=True)
+    for way, is_bound in (("fused", False), ("direct", True)):
+        with cuda.forced(way), mock.patch.object(moves, "register_wait"):
+            moved_by_op(here, call)
+            assert (cuda.bind(call) is not None) == is_bound
+
+
+def test_a_collective_of_nccls_is_not_bound(here: Machine) -> None:
+    with cuda.forced("sequential"):
+        for op in ("all_gather", "reduce_scatter", "all_reduce"):
+            call = collective(here, op, 8, 8)
+            assert moved_by_op(here, call) is None
+            assert cuda.bind(call) is None
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_collectives_of_few_bytes_are_made_in_c(op: str, in_c: Machine) -> None:
+    call = collective(in_c, op, 8, 8)
+    with cuda.forced("direct"):
+        for _ in range(2):
+            moved_by_op(in_c, call)
+        one = cuda.bind(call)
+        given = call.first
+        found = counted(lambda: one(given))
+        assert (type(one).__name__, found.cost.functions) == ("Call", 0), found.functions
+        cuda.release(in_c.group)
+        assert one(call.first) is None
+        assert not one.holds()

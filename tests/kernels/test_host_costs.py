@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.runtime import edited
-from bound import bound, named_group, operands
+from bound import bound, collective, moved_by_op, named_group, operands
 from cuda_stubs import Machine, gather_call, machine, scatter_call
 from host_costs import Cost, Counted, counted
 from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, WORLD, arguments_of, at_the_same_place, op
@@ -183,3 +183,39 @@ def test_what_is_dearer_is_seen() -> None:
         found = counted(dearer)
     assert found.cost.functions >= 2
     assert found.driver["Machine.record_event"] == found.driver["Machine.wait_event"] == 1
+
+
+ALONE = {
+    ("all_gather", "direct"): Cost(23, 6), ("all_gather", "fused"): Cost(25, 14),
+    ("reduce_scatter", "direct"): Cost(17, 6), ("reduce_scatter", "fused"): Cost(22, 13),
+    ("all_reduce", "direct"): Cost(16, 6),
+}  # fmt: skip
+"""The same limits of a collective without a matmul and its wait: complete on the stream, or in flight."""
+
+
+@pytest.mark.parametrize(("kind", "implementation"), ALONE)
+def test_a_collective_from_generated_code_costs_no_more_than(
+    kind: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In C, if few bytes are complete on the stream."""
+    if not isinstance(edited.native(), str) and implementation == "direct":
+        found = collective_cost(kind, implementation)
+        assert found.functions <= 1, "that of the wait"
+        assert found.driver <= IN_C.driver
+    monkeypatch.setattr(edited, "native", lambda: "no compiler")
+    found = collective_cost(kind, implementation)
+    limit = ALONE[kind, implementation]
+    assert found.functions <= limit.functions
+    assert found.driver <= limit.driver
+
+
+def collective_cost(kind: str, implementation: str) -> Cost:
+    with machine(RANK, WORLD) as here, named_group(here), cuda.forced(implementation):
+        here.kernels, here.edits = {}, True
+        call = collective(here, kind, 8, 3, 8)
+        given = call.first
+        for _ in range(2):
+            moved_by_op(here, call)
+        one = cuda.bind(call)
+        cuda.land(one(given))
+        return counted(lambda: cuda.land(one(given))).cost

@@ -100,8 +100,9 @@ FEW_TOKENS = (
     Run("4×H200", "2.11", "c11e530", H200_4, ("e2e-2048-graphs.txt",), f"--kinds bf16 --rounds 2 {GRAPHS}"),
     Run("4×H100", "2.11", "b889172", H100_4, ("e2e-2048.json",), "--sizes 8b --kinds bf16"),
     Run("4×H100", "2.11", "b889172", H100_4, ("e2e-2048-graphs.json",), f"--sizes 8b --kinds bf16 {GRAPHS}"),
-    Run("2×H200", "2.11", "93187e5", "2026-11-29-h200x2", ("steps-2048.txt",),
-        "--sizes 8b --kinds bf16,fp8,fp8-rowwise"),
+    Run("2×H200", "2.11", "93187e5", "2026-11-29-h200x2", ("steps-2048.txt",), "--sizes 8b --kinds fp8"),
+    Run("2×H200", "2.11", "deac048", "2026-11-29-h200x2", ("steps-2048-in-c.txt",),
+        "--sizes 8b --kinds bf16,fp8-rowwise --rounds 5"),
     Run("2×H100", "2.11", "10f65ce", H100_2, ("e2e-short.txt",), f"--sizes 8b --batches 1x1024,1x2048 {GRAPHS}"),
 )  # fmt: skip
 TUNED = "--ops gather,scatter --all --tune --rounds 3"
@@ -122,7 +123,7 @@ FEW_ROWS = Run(
     "1×H200", "2.11", "after 36ed580", "2026-11-29-h200x1", ("invariant.jsonl",), "python tests/gpu/few_rows.py"
 )
 HOST = Run(
-    "2 ranks on 1×H200", "2.11", "after 93187e5", "2026-11-29-h200x1", ("host.jsonl",),
+    "2 ranks on 1×H200", "2.11", "after deac048", "2026-11-29-h200x1", ("host.jsonl",),
     "torchrun --nproc_per_node=2 tests/gpu/host.py",
 )  # fmt: skip
 PEAKS = Run(
@@ -209,11 +210,16 @@ def other_steps() -> str:
     lines: dict[str, dict[tuple[str, str], list[str]]] = {}
     for run in OTHER_STEPS:
         for (size, kind, _, backend), step in steps(run).items():
-            if backend == "asynctp" and re.search(rf"[ ,]{kind}(,| |$)", run.command):
+            if backend == "asynctp" and _is_of(run, kind):
                 lines.setdefault(run.where, {}).setdefault((size, kind), []).append(speedups(step))
     body = [[where, *("; ".join(line.get(column, [NONE])) for column in columns)] for where, line in lines.items()]
     names = [f"{SIZES[size]} {KINDS[kind]}" for size, kind in columns]
     return f"`{E2E}` with\n\n{heads(*OTHER_STEPS)}{table(['GPUs, torch', *names], body)}"
+
+
+def _is_of(run: Run, kind: str) -> bool:
+    """Whether the command measures this kind."""
+    return re.search(rf"[ ,]{kind}(,| |$)", run.command) is not None
 
 
 def few_tokens() -> str:
@@ -221,7 +227,7 @@ def few_tokens() -> str:
     lines: dict[tuple[str, str], dict[str, list[str]]] = {}
     for run in FEW_TOKENS:
         for (size, kind, batch, backend), step in steps(run).items():
-            if backend == "asynctp":
+            if backend == "asynctp" and (_is_of(run, kind) or "--kinds" not in run.command):
                 mode = f"{batch[2:]}, CUDA graphs" if GRAPHS in run.command else batch[2:]
                 line = lines.setdefault((run.machine, mode), {})
                 line.setdefault(size, []).append(f"{KINDS[kind]} {speedups(step)}")
@@ -430,9 +436,11 @@ def host() -> str:
             cells = found.setdefault((implementation, way), {}).setdefault(line["call"], {})
             cells[line["addresses"]] = line["us"]["median"]
     (alone,) = found.pop(("cuBLAS", "")).values()
-    columns = list(dict.fromkeys(call for cells in found.values() for call in cells))
+    calls = dict.fromkeys(call for cells in found.values() for call in cells)
+    columns = sorted(calls, key=lambda call: call not in found["decomposed", "op"])
     lines = [
-        [f"`{name}`, {way}", *(_by_address(cells[call]) for call in columns)] for (name, way), cells in found.items()
+        [f"`{name}`, {way}", *(_by_address(cells[call]) if call in cells else NONE for call in columns)]
+        for (name, way), cells in sorted(found.items(), key=lambda item: "fused direct decomposed".index(item[0][0]))
     ]
     beside = ", ".join(f"{call} {us:.0f}" for call, us in nccl.items())
     return (

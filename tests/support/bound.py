@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from asynctp_kernels import cuda
 from asynctp_kernels.cuda import bound_calls
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
-from cuda_stubs import Machine
+from cuda_stubs import Machine, tensor
 from plan_runs import arguments_of
+
+from asynctp_passes.ops.calls import AllGatherCall, AllReduceCall, CollectiveCall, ReduceScatterCall
 
 
 @contextlib.contextmanager
@@ -36,3 +39,26 @@ def operands(call: GatherFacts | ReduceFacts) -> tuple[Any, ...]:
     if isinstance(call, GatherFacts):
         return call.a_shard, call.bs, call.biases, call.a_scale, call.b_scales, call.along_shard
     return call.a_parts, call.b_parts, call.biases, call.a_scales, call.b_scales, call.added
+
+
+def collective(here: Machine, op: str, *shape: int, copy: bool = False) -> CollectiveCall:
+    """The arguments of an op without a matmul."""
+    name, given, world = here.group.group_name, tensor(*shape), here.group.size()
+    if op == "all_gather":
+        return AllGatherCall(given, world, name, copy=copy)
+    return (
+        AllReduceCall(given, "max", name) if op == "all_reduce" else ReduceScatterCall(given, "sum", world, name, copy)
+    )
+
+
+def moved_by_op(here: Machine, call: CollectiveCall) -> Any:
+    """The call as its op makes it."""
+
+    def check() -> None:
+        pass
+
+    if isinstance(call, AllGatherCall):
+        return cuda.run_bulk_gather(call.shard, call.group_size, here.group, check, call.all_keep, call.copy)
+    if isinstance(call, AllReduceCall):
+        return cuda.run_bulk_all_reduce(call.input, call.reduce_op, here.group, check)
+    return cuda.run_bulk_scatter(call.whole, call.reduce_op, call.group_size, here.group, check, call.copy)

@@ -1,12 +1,13 @@
 """Calls whose plan is found once: for a place in a program that makes the same call again and again.
 
-`run_gather` and `run_reduce` look a call's plan up by all its arguments. A `BoundCall` has the plan, and looks only at
-what may have changed since: it runs the plan exactly as they would, or says that it cannot.
+`run_gather`, `run_reduce` and `run_bulk_*` look a call's plan up by all its arguments. A `Bound` one has the plan, and
+looks only at what may have changed since: it runs the plan exactly as they would, or says that it cannot.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,15 +15,20 @@ from torch import Tensor
 
 from asynctp_kernels.cuda.calls import made, plan_of
 from asynctp_kernels.cuda.choose import select
+from asynctp_kernels.cuda.choose.implementation import Recipe
 from asynctp_kernels.cuda.facts import as_rows, flat
 from asynctp_kernels.cuda.groups import fail_group_on_error
+from asynctp_kernels.cuda.moves import flying, moved, wait_for
+from asynctp_kernels.cuda.moves import plan_of as plan_of_collective
+from asynctp_kernels.cuda.moves import rows_of as rows_of_shards
+from asynctp_kernels.cuda.plans.collectives import BulkGather, BulkScatter
 from asynctp_kernels.cuda.plans.own_program import OwnProgram
 from asynctp_kernels.cuda.runtime import edited
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory
-from asynctp_kernels.torch_private import group_resolver
+from asynctp_kernels.torch_private import group_resolver, new_tensors
 
-__all__ = ["BoundCall", "bind"]
+__all__ = ["Bound", "BoundCall", "BoundCollective", "bind"]
 
 
 def bind(call: Any) -> Any:
@@ -32,33 +38,135 @@ def bind(call: Any) -> Any:
         call: The op's arguments. Its group has a name: a bound call keeps no group.
 
     Returns:
-        A `BoundCall`, or where the plan's calls are launches of a graph, the same in C (`site.c`).
+        A `Bound` call, or where the plan's calls are launches of a graph, the same in C (`site.c`).
     """
     memory = existing_memory(group_resolver()(call.group_name))
-    plan = None if memory is None else plan_of(call, memory)
-    if memory is None or plan is None or isinstance(plan, OwnProgram):
+    if memory is None:
         return None
-    one = BoundCall(call, memory, plan)
-    bound = None if plan.graph is None or isinstance(edited.native(), str) else one.in_c(call, memory, plan)
+    is_fused = hasattr(call, "bs") or hasattr(call, "b_parts")
+    plan = plan_of(call, memory) if is_fused else plan_of_collective(call, memory)
+    if plan is None or isinstance(plan, OwnProgram):
+        return None
+    in_flight = isinstance(plan, BulkGather | BulkScatter)
+    if in_flight and getattr(call, "copy", False):
+        return None  # torch's `wait_tensor` completes it
+    one = BoundCall(call, memory, plan) if is_fused else BoundCollective(call, memory, plan)
+    bound = None
+    if plan.graph is not None and not in_flight and not isinstance(edited.native(), str):
+        bound = one.in_c(call, memory, plan)
     return one if bound is None else edited.native().Call(bound)
 
 
-class BoundCall:
+class Bound:
     """A plan for calls whose tensors have the shapes, strides and dtypes of those that it was bound with.
 
     It keeps neither the group nor its memory: code that makes calls may outlive both.
 
     Args:
         call, memory, plan: The call, the memory of its group, and the call's plan there.
+        counts: Of the calls that are made, by op and implementation.
     """
 
-    def __init__(self, call: Any, memory: GroupMemory, plan: Any) -> None:
+    def __init__(self, call: Any, memory: GroupMemory, plan: Any, counts: Counter[tuple[str, str]]) -> None:
         self._group, self._memory, self._plan = map(weakref.ref, (memory.group, memory, plan))
-        self._uses_memory = plan.uses_memory
         self._resolve, self._group_name = group_resolver(), call.group_name
         self._generation, self._skipped = memory.generation, memory.skipped
         self._requested = select.requested()
-        self._index, self._counted = memory.device.index, (call.op, plan.name)
+        self._index, self._counts, self._counted = memory.device.index, counts, (call.op, plan.name)
+
+    def _found(self) -> tuple[GroupMemory | None, Any]:
+        """The memory and the plan; (None, None) where such a call has this plan no more."""
+        memory, plan = self._memory(), self._plan()
+        if memory is None or plan is None:
+            return None, None
+        try:
+            group = self._resolve(self._group_name)
+        except (RuntimeError, ValueError):  # there is none any more
+            return None, None
+        is_as_bound = (
+            group is self._group()
+            and memory.generation == self._generation
+            and memory.skipped == self._skipped
+            and select.requested() == self._requested
+        )
+        return (memory, plan) if is_as_bound else (None, None)
+
+    def failed(self, name: str, code: int) -> None:
+        """Raise the error of a function of the driver, half way in a call: the ranks are out of step."""
+        memory = self._memory()
+        assert memory is not None
+        fail_group_on_error(memory, edited.raise_failed, name, code, False)
+
+    def fields(self, memory: GroupMemory, plan: Any, recipe: Recipe, tensors: int) -> tuple[Any, ...]:
+        """The fields with which `site.c` makes the call. tensors: How many are given, in the recipe's order."""
+        operands, makers, results, land, land_gathers = recipe
+        return (
+            self, self.failed, self._memory, weakref.ref(plan.graph), self._group, self._resolve, self._group_name,
+            select.asked, select.asked[-1] if select.asked else None, self._generation, self._skipped,
+            driver.current_stream, self._index, operands, makers, results, tensors + len(makers),
+            memory.turn.acquire, memory.turn.release, self._counts, self._counted, plan.name, edited.current_context(),
+            memory.number, memory.last, int(land) or land_gathers * memory.gathers[False][0], edited.functions(),
+            memory.orders[False],
+        )  # fmt: skip
+
+    def holds(self) -> bool:
+        """Whether such a call has this plan still, in the group that now has the name; if not, it is bound anew."""
+        return self._found()[0] is not None
+
+
+class BoundCollective(Bound):
+    """A collective without a matmul."""
+
+    def __init__(self, call: Any, memory: GroupMemory, plan: Any) -> None:
+        super().__init__(call, memory, plan, moved)
+        self._gathers, self._whole = call.op == "all_gather", call.op == "all_reduce"
+        first, world = call.first, memory.world
+        rows = {"all_gather": lambda m: m * world, "reduce_scatter": lambda m: m // world}.get(call.op, int)
+        self._shape = (*map(rows, first.shape[:1]), *first.shape[1:])
+
+    def __call__(self, tensor: Tensor) -> Tensor | None:
+        """Make the call. Of a result in flight, `moves.land` lets the current stream wait for it.
+
+        Returns:
+            The op's result; None where nothing was done, as for a `BoundCall`.
+
+        Raises:
+            SymmetricMemoryError: The group's memory is out of step.
+        """
+        memory, plan = self._found()
+        if memory is None or driver.capturing() or driver.current_device() != self._index:
+            return None
+        memory.last_implementation = plan.name
+        self._counts[self._counted] += 1
+        tensor = tensor.contiguous()
+        rows = tensor.view(1, -1) if self._whole else rows_of_shards(tensor)
+        if isinstance(plan, BulkGather | BulkScatter):
+            bulk = fail_group_on_error(memory, plan.start_bulk, rows)
+            result: Tensor = bulk.result.view(self._shape)
+            if self._whole:
+                wait_for(bulk)
+            else:
+                flying[result.data_ptr()] = bulk
+        elif self._gathers:
+            result = fail_group_on_error(memory, plan.run, rows, None, (), (), ())[0].view(self._shape)
+        else:
+            result = fail_group_on_error(memory, plan.reduce, rows).view(self._shape)
+        return result
+
+    def in_c(self, call: Any, memory: GroupMemory, plan: Any) -> tuple[Any, ...] | None:
+        """Give the fields with which `site.c` makes the call; None where its tensor is copied first."""
+        if not call.first.is_contiguous():
+            return None
+        new = new_tensors(self._shape, call.first.dtype, memory.device)
+        return self.fields(memory, plan, ((0,), (new,), -1, False, False), 1)
+
+
+class BoundCall(Bound):
+    """Matmuls and the collective before or after them."""
+
+    def __init__(self, call: Any, memory: GroupMemory, plan: Any) -> None:
+        super().__init__(call, memory, plan, made)
+        self._uses_memory = plan.uses_memory
         self._gathers, self._whole = hasattr(call, "a_shard"), getattr(call, "scatter_dim", 0) is None
 
     def __call__(
@@ -81,11 +189,11 @@ class BoundCall:
         Raises:
             SymmetricMemoryError: The group's memory is out of step.
         """
-        memory, plan = self._memory(), self._plan()
-        if memory is None or plan is None or not self._is_as_bound(memory):
+        memory, plan = self._found()
+        if memory is None or driver.capturing() or driver.current_device() != self._index:
             return None
-        if driver.capturing() or driver.current_device() != self._index:
-            return None
+        memory.last_implementation = plan.name
+        self._counts[self._counted] += 1
         scales = b_scales or ()
         if self._gathers:
             operands = (a, a_scale, bs, scales, biases, last)
@@ -94,16 +202,8 @@ class BoundCall:
             operands = (a_parts, bs, a_scales, scales, biases, None if last is None else flat(last))
         else:
             operands = (a, bs, a_scale or (), scales, biases, last)
-        memory.last_implementation = plan.name
-        made[self._counted] += 1
         found = fail_group_on_error(memory, plan.run, *operands) if self._uses_memory else plan.run(*operands)
         return found.view(*a[0].shape[:-1], found.shape[-1]) if self._whole and a[0].ndim != 2 else found
-
-    def failed(self, name: str, code: int) -> None:
-        """Raise the error of a function of the driver, half way in a call: the ranks are out of step."""
-        memory = self._memory()
-        assert memory is not None
-        fail_group_on_error(memory, edited.raise_failed, name, code, False)
 
     def in_c(self, call: Any, memory: GroupMemory, plan: Any) -> tuple[Any, ...] | None:
         """Give the fields with which `site.c` makes the call; None where operands are copied or results viewed."""
@@ -117,29 +217,4 @@ class BoundCall:
         recipe = plan.recipe(call.a_parts[0].shape[:-1] if self._whole else ())
         if recipe is None or not all(each.is_contiguous() for many in (tensors[0], *tensors[2:]) for each in many):
             return None
-        operands, makers, results, land, land_gathers = recipe
-        return (
-            self, self.failed, self._memory, weakref.ref(plan.graph), self._group, self._resolve, self._group_name,
-            select.asked, select.asked[-1] if select.asked else None, self._generation, self._skipped,
-            driver.current_stream, self._index, operands, makers, results,
-            sum(len(tensors[place]) for place in operands) + len(makers), memory.turn.acquire, memory.turn.release,
-            made, self._counted, plan.name, edited.current_context(), memory.number, memory.last,
-            int(land) or land_gathers * memory.gathers[False][0], edited.functions(), memory.orders[False],
-        )  # fmt: skip
-
-    def holds(self) -> bool:
-        """Whether such a call has this plan still, in the group that now has the name; if not, it is bound anew."""
-        memory = self._memory()
-        return memory is not None and self._plan() is not None and self._is_as_bound(memory)
-
-    def _is_as_bound(self, memory: GroupMemory) -> bool:
-        try:
-            group = self._resolve(self._group_name)
-        except (RuntimeError, ValueError):  # there is none any more
-            return False
-        return (
-            group is self._group()
-            and memory.generation == self._generation
-            and memory.skipped == self._skipped
-            and select.requested() == self._requested
-        )
+        return self.fields(memory, plan, recipe, sum(len(tensors[place]) for place in recipe[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -89,9 +90,8 @@ class Mover:
         if transport == PLAIN:
             return self._plainly(shard, row_numbers)
         make: Any = DirectGather if transport == DIRECT else CopiedGather
-        plan = _planned(
-            memory, ("gather", self.kept_by_all, self.accord, *keys_of(flat, row)), lambda: make(call, memory)
-        )
+        key = _key(memory, "gather", flat, self.kept_by_all, self.accord, *keys_of(row))
+        plan = _planned(memory, key, lambda: make(call, memory))
         whole, *all_row_numbers = fail_group_on_error(memory, plan.run, flat, None, (), (), (), row)
         joined = whole.view(self.world, *shard.shape)
         return joined, None if row_numbers is None else all_row_numbers[0].view(self.world, *row_numbers.shape)
@@ -134,13 +134,13 @@ class Mover:
         def make() -> DirectSum | DirectTotal | BulkScatter | None:
             return _reduction(memory, scatter_facts(seen, reduce_op, self.world, kind, self.accord), direct, pushed)
 
-        plan = _planned(memory, (kind, reduce_op, self.accord, *keys_of(seen)), make, check)
+        plan = _planned(memory, _key(memory, kind, seen, reduce_op, self.accord), make, check)
         if plan is None:
             return None
         if not isinstance(plan, BulkScatter):
             return fail_group_on_error(memory, plan.reduce, seen)
         bulk = fail_group_on_error(memory, plan.start_bulk, seen)
-        _wait_for(bulk)
+        wait_for(bulk)
         return bulk.result
 
 
@@ -157,9 +157,28 @@ def _reduction(
     return direct(call, memory) if transport == DIRECT else pushed(call, memory)
 
 
+def _key(memory: GroupMemory, kind: str, rows: Tensor, *facts: Any) -> tuple[Any, ...]:
+    """Give what the plan of a call without a matmul is found by."""
+    return ("moved", kind, memory.skipped, select.requested(), *facts, *keys_of(rows))
+
+
+def plan_of(call: Any, memory: GroupMemory) -> Any:
+    """The plan of a collective that its op has made: with the op's arguments. None where NCCL made it, or nobody."""
+    tensor = call.first.contiguous()
+    if call.op == "all_gather":
+        return memory.plans.get(_key(memory, call.op, rows_of(tensor), call.all_keep, call.accord, call.group_size))
+    if call.op == "reduce_scatter":
+        return memory.plans.get(_key(memory, call.op, rows_of(tensor), call.reduce_op, call.accord, call.group_size))
+    return memory.plans.get(_key(memory, call.op, tensor.view(1, -1), call.reduce_op, call.accord))
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """A tensor whose first dimension is cut, of two or more dimensions."""
+    return tensor if tensor.ndim > 1 else tensor.unsqueeze(1)
+
+
 def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T], check: Check | None = None) -> T:
     """The plan of a call without a matmul; None of one that is left to NCCL."""
-    key = ("moved", memory.skipped, select.requested(), *key)
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
         if check is not None:
@@ -209,14 +228,14 @@ def run_bulk_gather(
     if memory is None or shard.numel() == 0:
         return None
     shard = shard.contiguous()
-    rows = shard if shard.ndim > 1 else shard.unsqueeze(1)
+    rows = rows_of(shard)
     call = gather_facts(rows, None, memory.world, kept_by_all, accord)
     transport = call.wire.transport(select.requested())
     if transport == PLAIN:
         return None
     if copy and transport != DIRECT:  # that one is complete on the current stream
         rows = rows.clone()
-    key = ("bulk gather", memory.skipped, kept_by_all, accord, group_size, select.requested(), *keys_of(rows))
+    key = _key(memory, "all_gather", rows, kept_by_all, accord, group_size)
     plan: Any = memory.plans.get(key)
     if plan is None:
         check_taking_part(check, Mover(group, kept_by_all, accord), shard, None)
@@ -250,12 +269,12 @@ def run_bulk_scatter(
     if memory is None or whole.numel() == 0:
         return None
     whole = whole.contiguous()
-    rows = whole if whole.ndim > 1 else whole.unsqueeze(1)
+    rows = rows_of(whole)
 
     def make() -> DirectSum | BulkScatter | None:
         return _reduction(memory, scatter_facts(rows, reduce_op, memory.world, accord=accord), DirectSum, BulkScatter)
 
-    plan = _planned(memory, ("bulk scatter", group_size, reduce_op, accord, *keys_of(rows)), make, check)
+    plan = _planned(memory, _key(memory, "reduce_scatter", rows, reduce_op, accord, group_size), make, check)
     if plan is None:
         return None
     memory.last_implementation = plan.name
@@ -285,11 +304,26 @@ def run_bulk_all_reduce(
 
 def _waited(bulk: Bulk, result: Tensor) -> Tensor:
     """`result`, which `wait_tensor` completes. Until then the tensors stay: so host time ahead costs no memory."""
-    register_wait(result, lambda: _wait_for(bulk))
+    register_wait(result, lambda: wait_for(bulk))
     return result
 
 
-def _wait_for(bulk: Bulk) -> None:
+moved: Counter[tuple[str, str]] = Counter()
+"""Collectives without a matmul that bound calls have made, by op and implementation."""
+flying: dict[int, Bulk] = {}
+"""Results that bound calls have left in flight, by their addresses, until `land`."""
+
+
+def land(result: Tensor) -> bool:
+    """Let the current stream wait for a result, where a bound call has left it in flight."""
+    bulk = flying.pop(result.data_ptr(), None)
+    if bulk is not None:
+        wait_for(bulk)
+    return bulk is not None
+
+
+def wait_for(bulk: Bulk) -> None:
+    """Let the current stream wait for a result in flight."""
     stream = driver.current_stream(bulk.source.device.index)
     driver.wait_event(stream, bulk.done)
     if stream != bulk.stream:  # the allocator would hand it out again on its own stream, which does not wait

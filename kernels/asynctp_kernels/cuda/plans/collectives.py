@@ -158,6 +158,10 @@ class PushedTotal(BulkScatter):
 class _WithoutMatmul(WholeScatter):
     """A plan of one kernel, for a tensor that is there instead of a matmul's result."""
 
+    def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
+        super().__init__(call, memory)
+        self.graph = new_graph()
+
     def reduce(self, whole: Tensor) -> Tensor:
         """Enqueue everything, and let the stream wait for it; `whole` stays as it is."""
         call = ScatterTensors((), (), (), (), (), None, aligned(whole), self.new_output(), [])

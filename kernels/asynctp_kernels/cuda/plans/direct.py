@@ -87,7 +87,7 @@ class DirectGather(WholeGather):
         }
         self.launch = prepare(push_gather_kernel, programs, args, constants, WARPS)
         self.tail = [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in args[4:]]
-        if self.kernel is not None:
+        if self.kernel is not None or not call.bs:
             self.graph = new_graph()
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
