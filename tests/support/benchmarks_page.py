@@ -436,7 +436,7 @@ def host() -> str:
             cells = found.setdefault((implementation, way), {}).setdefault(line["call"], {})
             cells[line["addresses"]] = line["us"]["median"]
     (alone,) = found.pop(("cuBLAS", "")).values()
-    calls = dict.fromkeys(call for cells in found.values() for call in cells)
+    calls = dict.fromkeys(call for cells in found.values() for call in cells if "three" not in call)
     columns = sorted(calls, key=lambda call: call not in found["decomposed", "op"])
     lines = [
         [f"`{name}`, {way}", *(_by_address(cells[call]) if call in cells else NONE for call in columns)]
