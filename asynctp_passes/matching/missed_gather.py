@@ -137,7 +137,7 @@ def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Prop
 def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
     """Why a way from a gather to a matmul is not fused: what is known of one of its nodes, or that it computes."""
     padded = traits_of(way[0]).view is View.PAD and is_matmul(way[1])
-    if padded and pads_at_end(way[0].args[1]):  # type: ignore[arg-type]
+    if padded and pads_at_end(amounts := way[0].args[1]) and all(isinstance(one, int) for one in amounts):  # type: ignore
         return Refusal(reasons.MATMUL_PADDED, near_miss.names(way))
     if refusal is not None and refusal.reason is not reasons.COMPUTED_BETWEEN:
         return Refusal(refusal.reason, f"{near_miss.names(way)}; {refusal.facts}")

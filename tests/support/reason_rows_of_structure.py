@@ -122,6 +122,19 @@ def columns_of_two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.cat([product(b), product(b, "c")], dim=1))
 
 
+@row("COMPUTED_BETWEEN", "joins pieces of one product, with factors or terms of their own: mul, slice_2")
+def one_product_whose_halves_are_scaled_apart(b: GraphBuilder) -> Node:
+    whole = product(b)
+    first, second = (b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, 8), (8, 16)))
+    return b.scatter(b.cat([b.mul(first, 2.0), second]))
+
+
+@row("PIECES_MISSING", "takes [3, 8] of [16, 8]")
+def gathered_rows_cut_by_a_padding(b: GraphBuilder) -> Node:
+    """More than half: it is as a slice, and nothing that Inductor did."""
+    return times(b, b.call(aten.constant_pad_nd.default, gathered(b), [0, 0, 0, -13]))
+
+
 @row("PIECES_MISSING", "covers 64 elements from 0 of 128")
 def rows_of_two_kinds_without_the_last_one(b: GraphBuilder) -> Node:
     """Two weights for two kinds of tokens, and a row that nothing takes."""
