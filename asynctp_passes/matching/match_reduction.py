@@ -20,6 +20,7 @@ from asynctp_passes.ir.matmuls import added_matrix, contracts_rows, is_matmul
 from asynctp_passes.ir.nodes import dtype_of, is_size, nodes_in, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Size, product, quotient, same
+from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import ScatterPlacement, incomplete, locate_scatter
 from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, propagate, sources_of
@@ -265,6 +266,8 @@ def _looked_up(region: Iterable[fx.Node]) -> set[fx.Node]:
 def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Node], way: Sequence[fx.Node]) -> Refusal:
     """Why a reduction that no matmul feeds is not fused."""
     if way:
+        if others := near_miss.by_others(way):
+            return Refusal(reasons.NOT_ROWWISE, f"{near_miss.names(way[::-1])}; {others}")
         return Refusal(reasons.COMPUTED_BETWEEN, near_miss.names(way[::-1]) + near_miss.unknown(way))
     made = context.sorted(leaves)
     if region := next(filter(_is_product_of_region, made), None):
@@ -290,6 +293,12 @@ def _is_product_of_region(node: fx.Node) -> bool:
 
 
 def _way_up(context: MatchContext, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:
-    """The way from a leaf of the scattered sum up to a matmul; empty when there is none."""
-    ways = (context.ways_up.path(leaf, scatter.node) for leaf in context.sorted(leaves))
-    return next((way for way in ways if way), [])
+    """The way from a leaf of the scattered sum up to a matmul; empty when there is none.
+
+    None is by other ops than row-wise ones in a backward, where no matmul goes on with the sum: that is of gradients.
+    """
+    ways = (context.rows_up.path(leaf, scatter.node) for leaf in context.sorted(leaves))
+    found = [way for way in ways if way]
+    if phase_of(context.graph) == "backward" and scatter.node not in context.above_matmuls:
+        found = [way for way in found if not near_miss.by_others(way)]
+    return min(found, key=lambda way: bool(near_miss.by_others(way)), default=[])
