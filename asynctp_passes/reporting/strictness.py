@@ -104,7 +104,7 @@ def raise_uncompiled(function: str, reason: str, remedy: str, config: Config) ->
 
 
 def _not_compiled(function: str, reason: str) -> str:
-    return f"torch fails to compile {function}, and what is not compiled is not fused ({reason})"
+    return f"torch fails to compile {function}, and what it multiplies or communicates is not fused ({reason})"
 
 
 def _raise_if(judged: Report, own: Report, config: Config, elsewhere: int, earlier: int = 0) -> None:
