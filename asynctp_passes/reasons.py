@@ -241,6 +241,8 @@ VIEW_NOT_UNDERSTOOD = _miss(
     "a view between the collective and the matmul cannot be followed as an index map",
     "write it with reshape, permute, split/chunk, slice and cat, or move it before or after both, the matmul and the "
     "collective. Nothing to do for rows that are regrouped of elements of several ranks",
+    "write it with reshape, permute, split/chunk, slice and cat, or do it to the collective's result. Where an "
+    "all-reduce sums parts among zeros, one of each rank, call an all-gather of the parts instead",
 )
 COMPUTED_BETWEEN = _miss(
     "ATP105",

@@ -27,7 +27,7 @@ from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, prop
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate, ScatterChain, Term
 from asynctp_passes.matching.match_context import MatchContext, in_blocks
-from asynctp_passes.matching.padding import Padding, find_padding
+from asynctp_passes.matching.padding import Padding, find_padding, gathers_by_sum
 from asynctp_passes.ops.checks import WIDENED
 from asynctp_passes.reasons import Refusal
 
@@ -50,6 +50,11 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
         trimmed = chain.reason is reasons.PIECES_MISSING
         if trimmed and (pad := _padding(leaf for leaf in matmul_nodes if is_matmul(leaf))) is not None:
             chain = Refusal(reasons.MATMUL_PADDED, pad)
+        if scatter.kind == "all_reduce" and chain.reason.in_scope:
+            parts = (node for node in context.sorted(region) if gathers_by_sum(context, node, scatter.group_size))
+            if (part := next(parts, None)) is not None:
+                facts = f"{part.name} puts a part among zeros, so that the sum gathers the parts of all ranks"
+                chain = Refusal(reasons.VIEW_NOT_UNDERSTOOD, facts)
         others = context.sorted(leaves.difference(matmul_nodes))
         if chain.reason is reasons.SUM_HAS_OTHER_TERM and others:
             chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {near_miss.callers(others)}")

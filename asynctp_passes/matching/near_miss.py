@@ -4,9 +4,9 @@ Those are where a user loses time and does not learn of it, so they are reported
 other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts, reductions, norms and
 the like, and ops that are registered to be row-wise.
 
-An unknown op of another library counts as well, if it returns as many rows as it takes. What flows through any other
-op, in rows of one width or in as many rows, is told too, of which there may be no chain at all. Attention, convolutions
-and recurrent layers multiply by themselves, and end a way. Names tell nothing.
+An unknown op of another library counts as well, if it returns as many rows as it takes. So that nothing is silent, a way
+goes on through torch's other ops of as many rows, and unknown ones of as many columns, though there may be no chain.
+One that is registered as local, and not as row-wise, ends it: its user has said that it mixes rows. Attention, convolutions and recurrent layers multiply by themselves, and end a way. Names tell nothing.
 
 Rows flow on, not what is put to them: a mask, a factor or a bias that is smaller than the rows it meets.
 """
@@ -27,6 +27,7 @@ from asynctp_passes.ir.nodes import (
     called_op,
     first_tensor,
     is_pointwise,
+    is_random,
     is_size,
     op_name,
     short_name,
@@ -113,15 +114,20 @@ def carries(user: fx.Node, source: fx.Node) -> bool:
     if looks_up(user, source) or (values and all(value.dtype == torch.bool for value in values)):
         return False
     if is_other(user):
-        return source in _sources_of_rows(user, or_columns=True)
+        return source in _sources_of_rows(user, or_columns=_is_unknown(user))
     return _follows_rows(user, source) and not _is_beside(user, source)
 
 
 def is_other(node: fx.Node) -> bool:
-    """True for an op that nothing makes row-wise, and that neither communicates nor multiplies by itself."""
-    if node.op != "call_function" or _passes(node) or is_matmul(node) or is_size(node) or subgraphs_of(node):
+    """True for an op of torch's, or an unknown one, that nothing makes row-wise: no collective, and nothing local.
+
+    Attention, convolutions and recurrent layers are none: they multiply by themselves.
+    """
+    if node.op != "call_function" or _passes(node) or is_matmul(node) or is_size(node) or is_random(node):
         return False
-    return not (traits_of(node).constant is not None or contracts(called_name(node)) or surely_starts(node))
+    name = called_name(node)
+    ends = contracts(name) or surely_starts(node) or subgraphs_of(node) or traits_of(node).constant is not None
+    return not ends and (_is_unknown(node) or not can_promise(name))
 
 
 def _is_beside(node: fx.Node, operand: fx.Node) -> bool:
@@ -282,11 +288,10 @@ def by_others(way: Iterable[fx.Node]) -> str:
 
 def _told_of_other(node: fx.Node) -> str:
     name = called_name(node)
-    if not can_promise(name) or called_op(node) is None:
-        return f"{name or op_name(node)} may make a row of several"
-    if not _sources_of_rows(node):
-        return f"{name} returns other rows than it takes"
-    return f'{name} is registered as local: if it works row by row, register_rowwise("{schema_name(name)}")'
+    own = f': register_local("{schema_name(name)}"), if it mixes rows' if called_op(node) is not None else ""
+    if not _is_unknown(node):
+        return f"{name} may make a row of several"
+    return f"{name or op_name(node)} returns other rows than it takes{own}"
 
 
 def is_vector(node: fx.Node | None) -> bool:

@@ -462,7 +462,7 @@ def _linear_all_reduce(x: Tensor, w: Tensor) -> Tensor:
 _op("linear_sum(Tensor x, Tensor w) -> Tensor", _linear_all_reduce, lambda x, w: x.new_empty(x.shape[0], w.shape[0]))
 
 
-@found("ATP002", "TensorRT-LLM", says="nothing tells whether", x=[8, 16], i=[3, INT64], head=[16, 24])
+@found("ATP121", "TensorRT-LLM", says="nothing tells whether", x=[8, 16], i=[3, INT64], head=[16, 24])
 def op_that_picks_tokens_before_the_head(x: Tensor, i: Tensor, head: Tensor) -> Tensor:
     return ops.gather_logits(gather(x), i) @ head
 
