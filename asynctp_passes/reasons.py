@@ -241,8 +241,8 @@ VIEW_NOT_UNDERSTOOD = _miss(
     "a view between the collective and the matmul cannot be followed as an index map",
     "write it with reshape, permute, split/chunk, slice and cat, or move it before or after both, the matmul and the "
     "collective. Nothing to do for rows that are regrouped of elements of several ranks",
-    "write it with reshape, permute, split/chunk, slice and cat, or do it to the collective's result. Where an "
-    "all-reduce sums parts among zeros, one of each rank, call an all-gather of the parts instead",
+    "write it with reshape, permute, split/chunk, slice and cat, or do it to the collective's result. Gather parts, "
+    "instead of summing each among zeros",
 )
 COMPUTED_BETWEEN = _miss(
     "ATP105",
@@ -356,10 +356,8 @@ NOT_ROWWISE = _miss(
     "ATP121",
     "NOT_ROWWISE",
     "an operation between the collective and the matmul is not known to make each row from the same row alone",
-    "apply it to the shard before the gather, or to the matmul's result, where the program means the same then. "
-    "Nothing to do where it needs the rows of all ranks",
-    "apply it to the collective's result, where the program means the same then: it works on the sum there. Nothing to "
-    "do otherwise",
+    "apply it to the shard before the gather, or to the matmul's result, if that means the same; else nothing to do",
+    "apply it to the collective's result, if that means the same; else nothing to do",
     rank=4,
     no_matmul_takes_it=True,
     may_be_cut_off=True,
