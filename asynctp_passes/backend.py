@@ -611,7 +611,8 @@ def _publish(
             leaving.note(report, config)
     with contained("keep the picture of the process"):
         picture.note(report, across, raised=raised, strayed=strayed)
-    if not report.remarks and not report.internal_errors:
+    hides = report.matmuls and any(note.kind == "opaque" for note in report.notes)  # what may communicate
+    if not (report.remarks or report.internal_errors or hides):
         return
     with _lock:
         _reports.append(report)

@@ -108,7 +108,7 @@ NO_MATMUL = _skip(
     "NO_MATMUL",
     "no matmul of this graph takes what is gathered, or makes what is reduced",
     "nothing to do",
-    rank=7,
+    rank=8,
     no_matmul_takes_it=True,
     may_be_cut_off=True,
 )
@@ -147,7 +147,7 @@ GATHERED_SCALE = _skip(
     "data that it scales",
     "nothing to do for a bias. To let scales travel with the data, gather them over the same group, for that matmul "
     "only. Give them one fp32 number for each row, in the data's order",
-    rank=4,
+    rank=5,
 )
 NO_ELEMENTS = _skip(
     "ATP008",
@@ -183,7 +183,7 @@ PRODUCT_GATHERED = _skip(
     "leave the matmul's result sharded where the next op can work on the shard, as loss_parallel does. Or gather only "
     "the rows that are used, as the last token of each sequence. Nothing to do for context parallelism's keys and "
     "values",
-    rank=5,
+    rank=6,
 )
 OUTSIDE_GRAPH = _skip(
     "ATP013",
@@ -193,7 +193,7 @@ OUTSIDE_GRAPH = _skip(
     "compiled module itself are in other graphs: compile a module around it, or set "
     "torch._dynamo.config.wrap_top_frame. A nested_compile_region, or the branches of a torch.cond, must hold the "
     "collective too",
-    rank=6,
+    rank=7,
     no_matmul_takes_it=True,
     may_be_cut_off=True,
 )
@@ -241,6 +241,8 @@ VIEW_NOT_UNDERSTOOD = _miss(
     "a view between the collective and the matmul cannot be followed as an index map",
     "write it with reshape, permute, split/chunk, slice and cat, or move it before or after both, the matmul and the "
     "collective. Nothing to do for rows that are regrouped of elements of several ranks",
+    "write it with reshape, permute, split/chunk, slice and cat, or do it to the collective's result. Gather parts, "
+    "instead of summing each among zeros",
 )
 COMPUTED_BETWEEN = _miss(
     "ATP105",
@@ -349,6 +351,16 @@ MATMUL_IN_ANOTHER_GRAPH = _miss(
     "the collective and its matmul are compiled in two graphs",
     "bring both into one graph: remove the graph break between them, which TORCH_LOGS=graph_breaks shows, or compile "
     "a module that holds both. A nested_compile_region, or the branches of a torch.cond, must hold both or neither",
+)
+NOT_ROWWISE = _miss(
+    "ATP121",
+    "NOT_ROWWISE",
+    "an operation between the collective and the matmul is not known to make each row from the same row alone",
+    "apply it to the shard before the gather, or to the matmul's result, if that means the same; else nothing to do",
+    "apply it to the collective's result, if that means the same; else nothing to do",
+    rank=4,
+    no_matmul_takes_it=True,
+    may_be_cut_off=True,
 )
 
 # --- 2xx legality: the shape is right, but the rewrite would change the program ----------------------------

@@ -7,7 +7,16 @@ communicate, as its library is set, is left out on purpose.
 
 from __future__ import annotations
 
-__all__ = ["COMMUNICATING", "LIBRARIES", "MULTIPLYING", "NORMALIZING", "OTHER_KINDS", "RUNNERS", "TORCH"]
+__all__ = [
+    "COMMUNICATING",
+    "CONTRACTING",
+    "LIBRARIES",
+    "MULTIPLYING",
+    "NORMALIZING",
+    "OTHER_KINDS",
+    "RUNNERS",
+    "TORCH",
+]
 
 COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
 """torch's namespaces whose ops communicate, but for those that `TORCH` names."""
@@ -67,6 +76,18 @@ NORMALIZING = (
     "vllm_ir::rms_norm*", "vllm_ir::fused_add_rms_norm*",
 )  # fmt: skip
 """Norms, softmaxes, dropouts, gates and quantizations: layers have them between a collective and a matmul."""
+
+CONTRACTING = (
+    "aten::_scaled_dot_product_*", "aten::scaled_dot_product_attention", "aten::_flash_attention_*",
+    "aten::_efficient_attention_*", "aten::_cudnn_attention_*", "flex_attention*", "flash_attn::*", "flash_attn_3::*",
+    "_vllm_fa2_C::*", "_vllm_fa3_C::*", "xformers_flash::*", "xformers_flash3::*", "xformers::efficient_attention*",
+    "xformers::fmha_merge_attentions*", "xformers::merge_attentions*", "_C::paged_attention_*",
+    "_C::merge_attn_states", "torchao::qscaled_dot_product",
+    "aten::*conv1d*", "aten::*conv2d*", "aten::*conv3d*", "aten::*convolution*", "mkldnn::_convolution*",
+    "onednn::qconv*", "quantized::conv*", "torchvision::deform_conv2d", "aten::*lstm*", "aten::*gru*", "aten::*rnn*",
+    "quantized::*lstm*", "quantized::*gru*", "quantized::*rnn*", "mkldnn::_mkldnn_rnn_layer", "mamba_ssm::*",
+)  # fmt: skip
+"""Attention, convolutions and recurrent layers, which multiply by themselves: no matmul after one is its operand's."""
 
 TORCH = (
     # math on this rank's tensors: eager's ops, quantized ones, those of CPU libraries, of random numbers, of pictures

@@ -245,6 +245,9 @@ TRAITS: dict[str, OpTraits] = {
     "aten.scalar_tensor.default": OpTraits(constant="s"),
     "aten.zeros.default": OpTraits(constant=0),
     "aten.ones.default": OpTraits(constant=1),
+    "aten.full_like.default": OpTraits(constant="fill_value"),
+    "aten.zeros_like.default": OpTraits(constant=0),
+    "aten.ones_like.default": OpTraits(constant=1),
     # sizes
     "aten.sym_size.int": _SIZE,
     "aten.sym_numel.default": _SIZE,

@@ -21,7 +21,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from asynctp_passes.ir.local_ops import COMMUNICATING, LIBRARIES, MULTIPLYING, NORMALIZING, OTHER_KINDS, TORCH
+from asynctp_passes.ir.local_ops import (
+    COMMUNICATING,
+    CONTRACTING,
+    LIBRARIES,
+    MULTIPLYING,
+    NORMALIZING,
+    OTHER_KINDS,
+    TORCH,
+)
 from asynctp_passes.torch_private import process_groups, torch_ops
 
 __all__ = [
@@ -34,6 +42,7 @@ __all__ = [
     "RegistryError",
     "can_promise",
     "collective_op",
+    "contracts",
     "digest",
     "is_registered",
     "kind_of_other",
@@ -224,6 +233,12 @@ def multiplies(name: str) -> bool:
 def normalizes(name: str) -> bool:
     """True for an op that is known to work between a collective and a matmul, by the name of its overload."""
     return _is_among(name, NORMALIZING)
+
+
+@functools.cache
+def contracts(name: str) -> bool:
+    """True for attention, a convolution or a recurrent layer, by the name of its overload."""
+    return _is_among(name, CONTRACTING)
 
 
 def kind_of_other(name: str) -> CollectiveKind:

@@ -31,9 +31,9 @@ __all__ = [
     "divided",
     "express",
     "identical",
+    "is_within",
     "product",
     "quotient",
-    "rounded_up",
     "same",
     "same_strides",
 ]
@@ -65,12 +65,30 @@ def divided(a: Size, b: Size) -> Size:
     return result
 
 
-def rounded_up(size: Size, count: int) -> Size:
-    """The least multiple of a number that is no less than a size."""
+def is_within(size: Size, least: int, most: int) -> bool:
+    """True for a number from `least` to `most`, also one that is computed from what divisions of a symbol leave."""
+    values = _values(size)
+    return values is not None and least <= min(values) and max(values) <= most
+
+
+def _values(size: Size) -> set[int] | None:
+    """The values of a size, where what divisions of one symbol leave decides on them: `s - 4 * (s // 4)` is 0 to 3."""
     if isinstance(size, int):
-        return -(-size // count) * count
-    above = size + count - 1
-    return canonical(count * _quotient(above, above, sympy.Integer(count)))
+        return {size}
+    divisors = [floor.args[1] for floor in size.find(symbolic_sizes.is_floor_division)]
+    if len(size.free_symbols) != 1 or not divisors or not all(one.is_Integer and one > 0 for one in divisors):
+        return None
+    (symbol,), period = size.free_symbols, math.lcm(*map(int, divisors))
+    times = sympy.Symbol("times", integer=True, nonnegative=True)
+    rests = range(period) if period <= _LONGEST_PERIOD else ()
+    found = {
+        canonical(size.subs(symbol, period * times + rest).replace(symbolic_sizes.is_floor_division, _floor))
+        for rest in rests
+    }
+    return {int(one) for one in found} if found and all(isinstance(one, int) for one in found) else None
+
+
+_LONGEST_PERIOD = 256
 
 
 def _is_integer_polynomial(expr: sympy.Expr) -> bool:

@@ -482,8 +482,13 @@ def _cat(call: _Call) -> Result:
     if any(piece is None for piece in maps):
         names = [tensor.name for tensor, piece in zip(tensors, maps, strict=True) if piece is None]
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"joins pieces with other tensors: {', '.join(names)}")
-    if any(call.propagation.terms[tensor] != call.propagation.terms[tensors[0]] for tensor in tensors):
+    terms = [call.propagation.terms[tensor] for tensor in tensors]
+    if any(one != terms[0] for one in terms):
         names = [tensor.name for tensor in tensors]
+        shared = set.intersection(*(set(one.counts) for one in terms))
+        if any(source in call.propagation.maps for source in shared):
+            facts = f"joins pieces of one product, with factors or terms of their own: {', '.join(names)}"
+            return Refusal(reasons.COMPUTED_BETWEEN, facts)
         rows = call.values["dim"] % len(maps[0].dims) < len(maps[0].dims) - 1  # type: ignore[union-attr]
         reason = reasons.TAKEN_IN_PARTS if rows else reasons.VIEW_NOT_UNDERSTOOD
         return Refusal(reason, f"joins pieces of different products: {', '.join(names)}")
@@ -647,6 +652,8 @@ def _padded(call: _Call) -> Result:
         own = call.sizes.of(before)
         if len(own) == len(after) and all(map(same, own, after)):  # a number of rows that a guard says to be even
             return call.source
+        if not all(isinstance(size, int) and size >= 0 for size in pad):  # the gradient of padding
+            return Refusal(reasons.PIECES_MISSING, f"takes {list(after)} of {list(own)}")
     reason = reasons.UNEVEN_SHARDS if pads_at_end(pad) else reasons.VIEW_NOT_UNDERSTOOD
     return Refusal(reason, f"pads by {list(pad)}" + (f", with {value}" if (value := call.values["value"]) else ""))
 

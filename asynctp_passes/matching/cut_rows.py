@@ -3,7 +3,7 @@
     shard → all_gather → wait → view* → {slice, pad by fewer than none} → {copy, reshape}* → matmul
 
 Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same ones are
-cut off its result. There are fewer of them than ranks; where sizes are numbers, than rows that stay, too.
+cut off its result. There are as few as paddings to a multiple of the ranks have (`_is_most`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import fx
 
 from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.sizes import Size, Sizes, product, rounded_up, same
+from asynctp_passes.ir.sizes import Size, Sizes, canonical, is_within, product, same
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.propagation import Propagation
 
@@ -42,21 +42,24 @@ class Cut:
 
 
 def unpads(node: fx.Node, ranks: int, sizes: Sizes) -> bool:
-    """True for picking as many rows as there were before they were padded to a multiple of the ranks."""
+    """True for picking all rows but few, which a padding may have added."""
     picks = traits_of(node).drops_rows or traits_of(node).view is View.PAD  # the gradient of padding pads by -2, say
     before, after = tensor_of(node.args[0]) if picks else None, tensor_of(node)
     if before is None or after is None or before.dim() != after.dim():
         return False
     pairs = zip(sizes.of(before), sizes.of(after), strict=True)
-    return any(
-        not same(kept, whole) and same(rounded_up(kept, ranks), whole) and not _is_few(kept, whole)
-        for whole, kept in pairs
-    )
+    return any(not same(kept, whole) and _is_most(kept, whole, ranks) for whole, kept in pairs)
 
 
-def _is_few(kept: Size, whole: Size) -> bool:
-    """True for less than half: the fused op would multiply more rows of padding than others."""
-    return isinstance(kept, int) and isinstance(whole, int) and 2 * kept < whole
+def _is_most(kept: Size, whole: Size, ranks: int) -> bool:
+    """True where few rows are cut off, since the fused op multiplies all: of symbols, at most two for each rank.
+
+    Of numbers, fewer than there are ranks, and no more than stay; or a sixteenth of these, and no more than of symbols.
+    """
+    cut = canonical(whole - kept)
+    if isinstance(kept, int) and isinstance(cut, int):
+        return 0 < cut <= max(min(ranks - 1, kept), min(2 * ranks, kept // 16))
+    return is_within(cut, 0, 2 * ranks)
 
 
 def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cut]:

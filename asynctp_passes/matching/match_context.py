@@ -93,6 +93,16 @@ class MatchContext:
         return near_miss.Ways(self.nodes, near_miss.inputs_next_to)
 
     @functools.cached_property
+    def rows_down(self) -> near_miss.Ways:
+        """Ways of rows to matmuls as left operands, by ops of any kind."""
+        return near_miss.Ways(reversed(self.nodes), near_miss.takers_of, feeds_left_operand)
+
+    @functools.cached_property
+    def rows_up(self) -> near_miss.Ways:
+        """Ways of rows back to matmuls, by ops of any kind."""
+        return near_miss.Ways(self.nodes, near_miss.sources_of)
+
+    @functools.cached_property
     def segments(self) -> dict[fx.Node, int]:
         """Number of in-place operations before each node."""
         return segments(self.graph)

@@ -6,16 +6,17 @@ gather    shard → all_gather → wait → {view, row-wise op}* → {mm, addmm,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 from asynctp_passes.ir.calls import Collective, ScaledOptions, ScalesOfA, nodes_of
-from asynctp_passes.ir.matmuls import contracts_rows
+from asynctp_passes.ir.matmuls import contracts_rows, is_matmul
 from asynctp_passes.ir.nodes import dtype_of, tensor_of
 from asynctp_passes.ir.sizes import product
+from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.placement import GatherPlacement
 from asynctp_passes.layout.propagation import Propagation
 from asynctp_passes.matching import near_miss
@@ -125,8 +126,27 @@ def _left_out(
     ]
     known = [one for node, one in missed.items() if not (one.reason.serves_others and contracts_rows(node))]
     facts = [f"{refusal.reason.name} ({refusal.facts})" for refusal in known]
+    told = {*fused, *others, *missed, *use_gather}
+    facts += [
+        f"{way[-1].name}, which it reaches by {near_miss.names(way)}, is not fused"
+        for way in _other_ways(context, chain, told)
+    ]
     taken = [f"the same gather serves the weight gradients {', '.join(gradients)}"]
     return (*(taken if gradients else ()), *notes, *facts)
+
+
+def _other_ways(context: MatchContext, chain: GatherChain, told: Container[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Ways of the gathered rows to matmuls that nothing is `told` of, and that do not need the chain's results."""
+    members, later = set(chain.members), None
+    for source, user in context.propagation_of(chain.collective).uses():
+        if is_matmul(user) or user in members or user in told or not near_miss.carries(user, source):
+            continue
+        way = context.rows_down.path(user, source)
+        if not way or way[-1] in told:
+            continue
+        later = reachable(nodes_of(chain.matmuls), lambda node: node.users) if later is None else later
+        if later.isdisjoint(way):
+            yield way
 
 
 def _joined(data: ShardRegion, chain: GatherChain) -> GatherChain:

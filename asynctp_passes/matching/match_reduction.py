@@ -20,13 +20,14 @@ from asynctp_passes.ir.matmuls import added_matrix, contracts_rows, is_matmul
 from asynctp_passes.ir.nodes import dtype_of, is_size, nodes_in, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Size, product, quotient, same
+from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import ScatterPlacement, incomplete, locate_scatter
 from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, propagate, sources_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate, ScatterChain, Term
 from asynctp_passes.matching.match_context import MatchContext, in_blocks
-from asynctp_passes.matching.padding import Padding, find_padding
+from asynctp_passes.matching.padding import Padding, find_padding, gathers_by_sum
 from asynctp_passes.ops.checks import WIDENED
 from asynctp_passes.reasons import Refusal
 
@@ -49,6 +50,11 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
         trimmed = chain.reason is reasons.PIECES_MISSING
         if trimmed and (pad := _padding(leaf for leaf in matmul_nodes if is_matmul(leaf))) is not None:
             chain = Refusal(reasons.MATMUL_PADDED, pad)
+        if scatter.kind == "all_reduce" and chain.reason.in_scope:
+            parts = (node for node in context.sorted(region) if gathers_by_sum(context, node, scatter.group_size))
+            if (part := next(parts, None)) is not None:
+                facts = f"{part.name} puts a part among zeros, so that the sum gathers the parts of all ranks"
+                chain = Refusal(reasons.VIEW_NOT_UNDERSTOOD, facts)
         others = context.sorted(leaves.difference(matmul_nodes))
         if chain.reason is reasons.SUM_HAS_OTHER_TERM and others:
             chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {near_miss.callers(others)}")
@@ -265,6 +271,8 @@ def _looked_up(region: Iterable[fx.Node]) -> set[fx.Node]:
 def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Node], way: Sequence[fx.Node]) -> Refusal:
     """Why a reduction that no matmul feeds is not fused."""
     if way:
+        if others := near_miss.by_others(way):
+            return Refusal(reasons.NOT_ROWWISE, f"{near_miss.names(way[::-1])}; {others}")
         return Refusal(reasons.COMPUTED_BETWEEN, near_miss.names(way[::-1]) + near_miss.unknown(way))
     made = context.sorted(leaves)
     if region := next(filter(_is_product_of_region, made), None):
@@ -290,6 +298,12 @@ def _is_product_of_region(node: fx.Node) -> bool:
 
 
 def _way_up(context: MatchContext, scatter: Collective, leaves: set[fx.Node]) -> list[fx.Node]:
-    """The way from a leaf of the scattered sum up to a matmul; empty when there is none."""
-    ways = (context.ways_up.path(leaf, scatter.node) for leaf in context.sorted(leaves))
-    return next((way for way in ways if way), [])
+    """The way from a leaf of the scattered sum up to a matmul; empty when there is none.
+
+    None is by other ops than row-wise ones in a backward, where no matmul goes on with the sum: that is of gradients.
+    """
+    ways = (context.rows_up.path(leaf, scatter.node) for leaf in context.sorted(leaves))
+    found = [way for way in ways if way]
+    if phase_of(context.graph) == "backward" and scatter.node not in context.above_matmuls:
+        found = [way for way in found if not near_miss.by_others(way)]
+    return min(found, key=lambda way: bool(near_miss.by_others(way)), default=[])

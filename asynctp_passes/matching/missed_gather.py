@@ -57,8 +57,11 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
     misses.sort(key=lambda miss: miss.refusal.reason.rank)
     nodes = sort([*gather.results, *misses[0].nodes])
     weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
-    weights = weights or (_is_given(gather.source) and _computes_with_rows(misses[0].nodes))
-    return Candidate(gather, None, tuple(miss.refusal for miss in misses), nodes, weights=weights)
+    given = _is_given(gather.source)
+    weights = weights or (given and _computes_with_rows(misses[0].nodes))
+    may_be = given and misses[0].refusal not in own.values()
+    refusals = tuple(miss.refusal for miss in misses)
+    return Candidate(gather, None, refusals, nodes, weights=weights, may_be_weights=may_be)
 
 
 def _computes_with_rows(way: Sequence[fx.Node]) -> bool:
@@ -107,20 +110,24 @@ def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> lis
     context, propagation = region.context, region.context.propagation_of(region.gather)
     reached: list[_Miss] = []
     scaled: list[_Miss] = []
+    mixed: list[_Miss] = []
     for source, node in propagation.uses():
         if is_matmul(node):  # matmuls next to a view have been judged
             continue
         if near_miss.only_scales(context.scalings, node):
             scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
-        elif not near_miss.looks_up(node, source) and (way := _way_to_matmul(context, source, node)):
+        elif way := _way_to_matmul(context, source, node):
             refusal = next((refused[step] for step in way if step in refused), propagation.refused.get(node))
-            reached.append(_Miss(_on_the_way(way, refusal), (*context.sorted(region.views_to([source])), *way)))
-    return reached or scaled[:1] or [_Miss(_goes_elsewhere(context, region.gather, propagation))]
+            others = near_miss.by_others(way)
+            why = Refusal(reasons.NOT_ROWWISE, f"{near_miss.names(way)}; {others}") if others else None
+            found = _Miss(why or _on_the_way(way, refusal), (*context.sorted(region.views_to([source])), *way))
+            (mixed if others else reached).append(found)
+    return reached or scaled[:1] or mixed or [_Miss(_goes_elsewhere(context, region.gather, propagation))]
 
 
 def _way_to_matmul(context: MatchContext, source: fx.Node, node: fx.Node) -> list[fx.Node]:
     """The way from a use of a gathered tensor to a matmul; empty without one."""
-    return context.ways_down.path(node, source) if near_miss.follows_rows(node, source) else []
+    return context.rows_down.path(node, source) if near_miss.carries(node, source) else []
 
 
 def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Propagation) -> Refusal:
@@ -137,7 +144,7 @@ def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Prop
 def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
     """Why a way from a gather to a matmul is not fused: what is known of one of its nodes, or that it computes."""
     padded = traits_of(way[0]).view is View.PAD and is_matmul(way[1])
-    if padded and pads_at_end(way[0].args[1]):  # type: ignore[arg-type]
+    if padded and pads_at_end(amounts := way[0].args[1]) and all(isinstance(one, int) for one in amounts):  # type: ignore
         return Refusal(reasons.MATMUL_PADDED, near_miss.names(way))
     if refusal is not None and refusal.reason is not reasons.COMPUTED_BETWEEN:
         return Refusal(refusal.reason, f"{near_miss.names(way)}; {refusal.facts}")

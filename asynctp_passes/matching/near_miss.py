@@ -4,13 +4,18 @@ Those are where a user loses time and does not learn of it, so they are reported
 other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts, reductions, norms and
 the like, and ops that are registered to be row-wise.
 
-An unknown op of another library counts as well, if it returns as many rows as it takes. An op that is known or
-registered as local, and not as row-wise, does not: it mixes rows or multiplies by itself. Names tell nothing.
+An unknown op of another library counts as well, if it returns as many rows as it takes. So that nothing is silent, a
+way goes on through torch's other ops of as many rows, and unknown ones of as many columns, though there may be no
+chain. One that is registered as local, and not as row-wise, ends it: its user has said that it mixes rows. Attention,
+convolutions and recurrent layers multiply by themselves, and end it too. Names tell nothing.
+
+Rows flow on, not what is put to them: a mask, a factor or a bias that is smaller than the rows it meets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import dropwhile
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ from asynctp_passes.ir.nodes import (
     called_op,
     first_tensor,
     is_pointwise,
+    is_random,
     is_size,
     op_name,
     short_name,
@@ -32,8 +38,8 @@ from asynctp_passes.ir.nodes import (
     values_of,
 )
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.order import opaque_ops
-from asynctp_passes.ir.registry import can_promise, normalizes, promise_of, schema_name
+from asynctp_passes.ir.order import opaque_ops, surely_starts
+from asynctp_passes.ir.registry import can_promise, contracts, normalizes, promise_of, schema_name
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
 from asynctp_passes.torch_private import torch_ops
@@ -41,9 +47,11 @@ from asynctp_passes.torch_private import torch_ops
 __all__ = [
     "Ways",
     "absent",
+    "by_others",
     "callers",
-    "follows_rows",
+    "carries",
     "inputs_next_to",
+    "is_other",
     "is_registered_rowwise",
     "is_vector",
     "known_rowwise",
@@ -53,6 +61,8 @@ __all__ = [
     "picks_one_a_row",
     "quantizes",
     "reduces",
+    "sources_of",
+    "takers_of",
     "to_register",
     "transparent",
     "unknown",
@@ -74,7 +84,7 @@ def looks_up(node: fx.Node, numbers: fx.Node) -> bool:
 
 def users_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The users through which a collective is still 'next to' a matmul."""
-    return [user for user in node.users if follows_rows(user, node)] if _passes(node) else ()
+    return [user for user in node.users if _follows_rows(user, node)] if _passes(node) else ()
 
 
 def inputs_next_to(node: fx.Node) -> Iterable[fx.Node]:
@@ -84,9 +94,56 @@ def inputs_next_to(node: fx.Node) -> Iterable[fx.Node]:
     return _sources_of_rows(node) if _is_unknown(node) else node.all_input_nodes
 
 
-def follows_rows(user: fx.Node, source: fx.Node) -> bool:
+def _follows_rows(user: fx.Node, source: fx.Node) -> bool:
     """False for an unknown op that returns other rows than the tensor `source` has."""
     return not _is_unknown(user) or source in _sources_of_rows(user)
+
+
+def takers_of(node: fx.Node) -> Iterable[fx.Node]:
+    """The users that make rows of a node's rows, by ops of any kind."""
+    return [user for user in node.users if carries(user, node)] if _passes(node) or is_other(node) else ()
+
+
+def sources_of(node: fx.Node) -> Iterable[fx.Node]:
+    """The inputs of whose rows a node's are made, by ops of any kind."""
+    return [one for one in node.all_input_nodes if carries(node, one)] if _passes(node) or is_other(node) else ()
+
+
+def carries(user: fx.Node, source: fx.Node) -> bool:
+    """True where an op makes rows of the rows of a tensor, which is not only put to those of another one."""
+    values = values_of(source)
+    if looks_up(user, source) or (values and all(value.dtype == torch.bool for value in values)):
+        return False
+    if is_other(user):
+        return source in _sources_of_rows(user, or_columns=_is_unknown(user))
+    return _follows_rows(user, source) and not _is_beside(user, source)
+
+
+def is_other(node: fx.Node) -> bool:
+    """True for an op of torch's, or an unknown one, that nothing makes row-wise: no collective, and nothing local.
+
+    Attention, convolutions and recurrent layers are none: they multiply by themselves.
+    """
+    if node.op != "call_function" or _passes(node) or is_matmul(node) or is_size(node) or is_random(node):
+        return False
+    name = called_name(node)
+    ends = contracts(name) or surely_starts(node) or subgraphs_of(node) or traits_of(node).constant is not None
+    return not ends and (_is_unknown(node) or not can_promise(name))
+
+
+def _is_beside(node: fx.Node, operand: fx.Node) -> bool:
+    """True for an operand of a pointwise op that is smaller than another one, or has a number for each of its rows."""
+    own, whole = tensor_of(operand), tensor_of(node)
+    if own is None or whole is None or not is_pointwise(node) or _same(_sizes(own), _sizes(whole)):
+        return False
+    narrow = not _sizes(own) or (identical(own.shape[-1], 1) and not identical(whole.shape[-1], 1))
+    others = (tensor_of(other) for other in node.all_input_nodes if other is not operand)
+    return narrow or any(_same(_sizes(other), _sizes(whole)) for other in others if other is not None)
+
+
+def _sizes(value: torch.Tensor) -> tuple[Any, ...]:
+    """The sizes of a tensor without ones in front."""
+    return tuple(dropwhile(lambda size: identical(size, 1), value.shape))
 
 
 def _passes(node: fx.Node) -> bool:
@@ -101,11 +158,15 @@ def _is_unknown(node: fx.Node) -> bool:
     return can_promise(name) and promise_of(name) is None and not normalizes(name)
 
 
-def _sources_of_rows(node: fx.Node) -> list[fx.Node]:
-    """The inputs of an op that have as many rows as one of its results."""
-    results = [rows for value in values_of(node) if (rows := _rows(value)) is not None]
-    sources = ((source, _rows(source.meta.get("val"))) for source in node.all_input_nodes)
-    return [source for source, rows in sources if rows is not None and any(_same(rows, other) for other in results)]
+def _sources_of_rows(node: fx.Node, or_columns: bool = False) -> list[fx.Node]:
+    """The inputs of an op that have as many rows as one of its results; or as many columns, if these count too."""
+    results = [value for value in values_of(node) if _rows(value) is not None]
+    sources = [(one, value) for one in node.all_input_nodes for value in values_of(one) if _rows(value) is not None]
+
+    def fits(value: torch.Tensor, other: torch.Tensor) -> bool:
+        return _same(_rows(value), _rows(other)) or (or_columns and identical(value.shape[-1], other.shape[-1]))
+
+    return [source for source, value in sources if any(fits(value, other) for other in results)]
 
 
 def _rows(value: Any) -> tuple[Any, ...] | None:
@@ -115,8 +176,8 @@ def _rows(value: Any) -> tuple[Any, ...] | None:
     return None if identical(value.shape[-1], 1) else tuple(value.shape[:-1])
 
 
-def _same(rows: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(rows) == len(other) and all(map(identical, rows, other))
+def _same(rows: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
+    return rows is not None and other is not None and len(rows) == len(other) and all(map(identical, rows, other))
 
 
 def reduces(node: fx.Node) -> bool:
@@ -135,7 +196,7 @@ def _is_one_a_row(node: fx.Node | None) -> bool:
 
 
 class Ways:
-    """The shortest ways to matmuls.
+    """The shortest ways to matmuls, of those with the fewest ops that nothing makes row-wise.
 
     Args:
         nodes: The nodes of a graph, each after all that `step` leads to from it.
@@ -150,15 +211,17 @@ class Ways:
         arrives: Callable[[fx.Node, fx.Node], bool] = lambda matmul, before: True,
     ) -> None:
         self._arrives = arrives
-        self._next: dict[fx.Node, tuple[int, fx.Node]] = {}  # how many steps away a matmul is, and the first of them
+        self._next: dict[fx.Node, tuple[int, int, fx.Node]] = {}  # how many such ops and steps, and the first step
         for node in nodes:
             if is_matmul(node):
                 continue
             further = list(step(node))
-            options = [(1, then) for then in further if is_matmul(then) and arrives(then, node)]
-            options += [(self._next[then][0] + 1, then) for then in further if then in self._next]
+            own = int(is_other(node))
+            options = [(own, 1, then) for then in further if is_matmul(then) and arrives(then, node)]
+            left = ((self._next[then], then) for then in further if then in self._next)
+            options += [(own + others, steps + 1, then) for (others, steps, _), then in left]
             if options:
-                self._next[node] = min(options, key=lambda option: option[0])
+                self._next[node] = min(options, key=lambda option: option[:2])
 
     def __contains__(self, node: fx.Node) -> bool:
         """True for a node from which steps lead to a matmul."""
@@ -170,7 +233,7 @@ class Ways:
             return [start] if self._arrives(start, before) else []
         steps = [start]
         while steps[-1] in self:
-            steps.append(self._next[steps[-1]][1])
+            steps.append(self._next[steps[-1]][-1])
         return steps if start in self else []
 
 
@@ -216,6 +279,20 @@ def unknown(nodes: Sequence[fx.Node]) -> str:
     ops = dict.fromkeys(called_name(node) for node in nodes if _is_unknown(node) and called_op(node) is not None)
     told = (f'nothing is known of {name}: register_local("{schema_name(name)}"), if it mixes rows' for name in ops)
     return "".join(f"; {one}" for one in told)
+
+
+def by_others(way: Iterable[fx.Node]) -> str:
+    """The ops along a way that nothing makes row-wise, for people; empty without any."""
+    told = dict.fromkeys(_told_of_other(node) for node in way if is_other(node))
+    return "; ".join(told)
+
+
+def _told_of_other(node: fx.Node) -> str:
+    name = called_name(node)
+    own = f': register_local("{schema_name(name)}"), if it mixes rows' if called_op(node) is not None else ""
+    if not _is_unknown(node):
+        return f"{name} may make a row of several"
+    return f"{name or op_name(node)} returns other rows than it takes{own}"
 
 
 def is_vector(node: fx.Node | None) -> bool:

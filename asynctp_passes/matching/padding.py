@@ -19,7 +19,7 @@ from torch import fx
 
 from asynctp_passes.ir.nodes import arguments, filling_of, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.sizes import Size, canonical, product, same
+from asynctp_passes.ir.sizes import Size, canonical, product, quotient, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap, concatenate
 from asynctp_passes.layout.placement import ScatterPlacement
@@ -152,6 +152,24 @@ def _padded(context: MatchContext, node: fx.Node) -> fx.Node | None:
         return tensors[0] if len(tensors) == 2 and _is_of_zeros(context, tensors[1]) else None
     in_front = values.get("start", -1) in (None, 0) and values.get("step") == 1
     return values["src"] if in_front and _is_of_zeros(context, values["self"]) else None
+
+
+def gathers_by_sum(context: MatchContext, node: fx.Node, ranks: int) -> bool:
+    """True for putting a tensor among zeros that are as large as those of all other ranks: a sum is a gather then.
+
+    Of an unknown number of ranks (0), any multiple will do.
+    """
+    view, values = traits_of(node).view, arguments(node) if traits_of(node).view in _PADDING else {}
+    if view is View.CAT:
+        parts = [one for one in values["tensors"] if not _is_of_zeros(context, one)]
+    elif view is View.WRITE:
+        parts = [values["src"]] if _is_of_zeros(context, values["self"]) else []
+    else:
+        parts = [values["self"]] if view is View.PAD and _is_zero(values["value"]) else []
+    if len(parts) != 1 or tensor_of(parts[0]) is None or tensor_of(node) is None:
+        return False
+    part, whole = (product(context.sizes.of(value_of(one))) for one in (parts[0], node))
+    return same(part * ranks, whole) if ranks else quotient(whole, part) not in (None, 1)
 
 
 def _is_of_zeros(context: MatchContext, node: fx.Node) -> bool:

@@ -18,6 +18,7 @@ from asynctp_passes.matching.chains import Candidate, Decision
 from asynctp_passes.matching.find import find
 from asynctp_passes.planning.deviations import Words
 from asynctp_passes.planning.legality import CHECKS, Context, blind_calls, is_tensor_parallel, ranks_alike
+from asynctp_passes.reasons import GATHER_IS_RIGHT_OPERAND as RIGHT_OPERAND
 from asynctp_passes.reasons import RANKS_DIFFER, RESULT_DROPPED, Refusal
 from asynctp_passes.torch_private import partitioner
 
@@ -105,8 +106,10 @@ def decide(candidates: Sequence[Candidate], context: Context) -> list[Decision]:
 
     A collective that is part of another one's chain shares its fate.
     """
-    groups = frozenset(one.collective.group_key for one in candidates if is_tensor_parallel(one))
-    context = replace(context, tensor_parallel=groups)
+    right = [one for one in candidates if one.weights and one.refusals[:1] and one.refusals[0].reason is RIGHT_OPERAND]
+    with_weights = frozenset(one.collective.group_key for one in right)
+    groups = frozenset(one.collective.group_key for one in candidates if is_tensor_parallel(one, with_weights))
+    context = replace(context, tensor_parallel=groups, with_weights=with_weights)
     return [Decision(candidate, _verdict(candidate.joins or candidate, context)) for candidate in candidates]
 
 

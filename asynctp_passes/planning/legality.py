@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -75,6 +75,7 @@ class Context:
         unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
         tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`), as far as candidates have told;
             others move parameters and their gradients.
+        with_weights: Names of groups of which a gather is surely of a parameter: it is a matmul's right operand.
         words: What the graph's deviations are called.
         answers: What the ranks said to deviations, by group. Before they were asked a group is missing, and may do all.
         blind: The collectives by whose calls no unlike call of a peer would be found (`blind_calls`).
@@ -87,6 +88,7 @@ class Context:
     segments: dict[fx.Node, int]
     unused: frozenset[fx.Node]
     tensor_parallel: frozenset[str] = frozenset()
+    with_weights: frozenset[str] = frozenset()
     words: Words = field(default_factory=lambda: Words(()))
     answers: Answers = field(default_factory=dict)
     blind: Sequence[Collective] = ()
@@ -149,7 +151,8 @@ def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:
     if candidate.collective.kind == "other":
         return None
     if groups == "auto":
-        if candidate.weights and key not in context.tensor_parallel:
+        weights = candidate.weights or _is_beside_weights(candidate, context.with_weights)
+        if weights and key not in context.tensor_parallel:
             gather = candidate.collective.kind == "all_gather"
             return Refusal(reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT, _evidence(candidate, key))
         return Refusal(reasons.DATA_PARALLEL_GROUP, _shown(candidate, key)) if is_named_for_data(candidate) else None
@@ -238,14 +241,24 @@ def _is_of_data(mesh_dim: str) -> bool:
     return not _DATA_PARALLEL.isdisjoint(re.split(r"[^a-z]+", mesh_dim.lower()))
 
 
-def is_tensor_parallel(candidate: Candidate) -> bool:
+def is_tensor_parallel(candidate: Candidate, with_weights: Collection[str] = ()) -> bool:
     """True when the candidate tells that its group is one of tensor parallelism.
 
     It is a chain, proven or refused, that moves activations, over a group whose mesh dimension does not say otherwise.
+
+    Args:
+        candidate: The candidate.
+        with_weights: The groups of which a gather is surely of a parameter.
     """
-    missed = any(refusal.reason.in_scope for refusal in candidate.refusals)
-    moves_activations = not candidate.weights and (candidate.chain is not None or missed)
+    missed = any(one.reason.in_scope and one.reason is not reasons.NOT_ROWWISE for one in candidate.refusals)
+    weights = candidate.weights or _is_beside_weights(candidate, with_weights)
+    moves_activations = not weights and (candidate.chain is not None or missed)
     return moves_activations and not is_named_for_data(candidate)
+
+
+def _is_beside_weights(candidate: Candidate, with_weights: Collection[str]) -> bool:
+    """True for a gather that may be of a parameter, and has a gather of one in its group: so it is one, too."""
+    return candidate.may_be_weights and candidate.collective.group_key in with_weights
 
 
 def _shown(candidate: Candidate, group: str) -> str:
@@ -263,6 +276,8 @@ def _evidence(candidate: Candidate, key: str) -> str:
         picked = next((node.name for node in candidate.nodes if traits_of(node).view is View.PICK), None)
         if picked is not None:
             return f"{group}: {picked} picks rows of an input of the graph"
+        if candidate.may_be_weights:
+            return f"{group}: {candidate.nodes[-1].name} is of an input of the graph, and the group gathers parameters"
         return f"{group}: the right operand of {products[-1]}"
     return f"{group}: by strides, the left operand of {', '.join(products)} is transposed, and no matmul follows"
 

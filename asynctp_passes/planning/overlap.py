@@ -86,7 +86,8 @@ def _is_alone(decision: Decision, groups: set[str]) -> bool:
     if refusal is None or decision.candidate.weights or collective.group_key not in groups:
         return False
     if collective.kind == "all_gather":
-        return refusal.reason is reasons.NO_MATMUL and _is_large(collective.node, collective.group_size)
+        whole = refusal.reason in (reasons.NO_MATMUL, reasons.NOT_ROWWISE)
+        return whole and _is_large(collective.node, collective.group_size)
     sums = collective.kind == "reduce_scatter" and collective.reduce_op in ("sum", "avg")
     return sums and refusal.reason.no_matmul_takes_it and _is_large(collective.source, collective.group_size)
 

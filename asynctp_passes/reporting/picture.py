@@ -228,17 +228,19 @@ class Picture:
             config: The configuration.
             backward: A backward was compiled just now, and no function.
         """
-        enough = 1 if config.expect else _GRAPHS_BEFORE_A_WARNING
         with self._lock:
-            if self._warned or self._multiplying < enough:
+            if self._warned or not self._multiplying:
                 return
             reports = self._worst()
+            at_once = config.expect or (config.strict == "all" and _opaque_notes(reports))
+            if self._multiplying < _GRAPHS_BEFORE_A_WARNING and not at_once:
+                return
             if any(report.fused or report.missed for report in reports) or not process_groups.has_peers():
                 return
             self._warned = True
             count, distributed = self._multiplying, self._distributed
             elsewhere = dynamo.compiled_functions() - self._before - self._functions + (not backward)
-        causes = _causes([remark for report in reports for remark in report.remarks], elsewhere, distributed)
+        causes = _causes(reports, elsewhere, distributed)
         log.warning(
             "asynctp: nothing to fuse: %s multiply, and none has a collective next to a matmul so far%s. %s "
             "asynctp_passes.summary() has the whole picture",
@@ -261,15 +263,24 @@ def _by_module(remarks: Iterable[Remark]) -> dict[str, dict[str, int]]:
     return {module: dict(counts) for module, counts in sorted(found.items())}
 
 
-def _causes(remarks: list[Remark], elsewhere: int, distributed: bool) -> list[str]:
+def _opaque_notes(reports: list[Report]) -> list[str]:
+    """The notes of ops that may communicate, each once."""
+    return list(dict.fromkeys(str(note) for report in reports for note in report.notes if note.kind == "opaque"))
+
+
+def _causes(reports: list[Report], elsewhere: int, distributed: bool) -> list[str]:
     """Why no collective is next to a matmul, as far as it can be seen here; at least one cause."""
-    causes = []
+    remarks = [remark for report in reports for remark in report.remarks]
+    opaque = _opaque_notes(reports)
+    causes = [text[0].upper() + text[1:] for text in opaque][:_SHOWN]
     if breaks := dynamo.graph_breaks():
         first = _first_line(breaks[0])
         causes.append(f"Torch broke graphs {len(breaks)} times, first since: {first}; TORCH_LOGS=graph_breaks has all")
     if skipped := Counter(f"{remark.code} {remark.name}" for remark in remarks):
         told = ", ".join(f"{count} x {name}" for name, count in skipped.items())
         causes.append(f"Collectives are in the graphs, and skipped: {told}; asynctp_passes.reports() says why")
+    elif opaque:
+        pass
     elif distributed:
         causes.append(
             "DTensors come in, and no graph communicates: the hooks of parallelize_module do, outside of what is "

@@ -10,7 +10,7 @@ from torch import fx
 
 from asynctp_passes.config import Config
 from asynctp_passes.errors import ExpectError, StrictError
-from asynctp_passes.reasons import INTERNAL_ERROR
+from asynctp_passes.reasons import INTERNAL_ERROR, NOT_ROWWISE
 from asynctp_passes.reporting.internal import contained
 from asynctp_passes.reporting.picture import picture
 from asynctp_passes.reporting.report import Report
@@ -38,7 +38,7 @@ def raise_if_strict(graph: fx.Graph, report: Report, config: Config) -> None:
 
     Raises:
         StrictError: `strict="all"` and a chain is MISSED, or there was an internal error; or `strict="zero"` and chains
-            are in scope but none is FUSED.
+            are in scope for sure but none is FUSED.
         ExpectError: Chains are in scope and fewer than `config.expect` are FUSED.
     """
     module, last = inductor_compile.whole_graph() or (None, True)
@@ -104,14 +104,15 @@ def raise_uncompiled(function: str, reason: str, remedy: str, config: Config) ->
 
 
 def _not_compiled(function: str, reason: str) -> str:
-    return f"torch fails to compile {function}, and what is not compiled is not fused ({reason})"
+    return f"torch fails to compile {function}, and what it multiplies or communicates is not fused ({reason})"
 
 
 def _raise_if(judged: Report, own: Report, config: Config, elsewhere: int, earlier: int = 0) -> None:
     """Judge a report; `own` goes with the error, and `earlier` counts graphs of the same compile before it."""
     fused = len(judged.fused) + elsewhere
     failed = judged.missed or judged.internal_errors
-    none = judged.missed and not fused and not dynamo.is_cut_for_ddp()  # later pieces may fuse some
+    certain = any(remark.code != NOT_ROWWISE.code for remark in judged.missed)  # of that there may be no chain at all
+    none = certain and not fused and not dynamo.is_cut_for_ddp()  # later pieces may fuse some
     if (failed and config.strict == "all") or (none and config.strict == "zero"):
         raise StrictError(_strict_message(judged, config, earlier), own)
     if (fused or judged.missed) and fused < config.expect:

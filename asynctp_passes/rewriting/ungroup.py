@@ -17,7 +17,7 @@ from torch import fx
 
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import arguments, is_pointwise, items_of, name_of, op_name, tensor_of, value_of
+from asynctp_passes.ir.nodes import arguments, is_pointwise, items_of, name_of, op_name, short_name, tensor_of, value_of
 from asynctp_passes.ir.op_traits import View, traits_named
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view
@@ -46,6 +46,8 @@ def _single_op(node: fx.Node) -> Any:
 
 
 _PREFIX = "_foreach_"
+_OF_NUMBERS = {"maximum": "clamp_min", "minimum": "clamp_max"}
+"""The single ops that take a number, where those of the same name take tensors only."""
 
 
 def _between(graph: fx.Graph) -> list[fx.Node]:
@@ -96,7 +98,14 @@ def _single_call(node: fx.Node, index: int, item: fx.Node) -> fx_graphs.Call | N
     each = {one: value[index] if isinstance(value, list | tuple) else value for one, value in given.items()}
     args = tuple(value for one, value in each.items() if not one.kwarg_only)
     kwargs = {one.name: value for one, value in each.items() if one.kwarg_only}
-    made = fx_graphs.call_made_by(_single_op(node), args, kwargs, value_of(item))
-    if made is None or torch.Tag.pointwise in made.target.tags:
-        return made
-    return made if traits_named(name_of(made.target)).view is View.OVERWRITE else None  # which has no tag
+    op = _single_op(node)
+    forms = [(op, args, kwargs), (op, args[:-1], {**kwargs, "value": args[-1]})]
+    if (of_numbers := _OF_NUMBERS.get(short_name(node).removeprefix(_PREFIX))) is not None:
+        forms.append((getattr(torch.ops.aten, of_numbers), args, kwargs))
+    calls = (fx_graphs.call_made_by(*form, value_of(item)) for form in forms)
+    return next((call for call in calls if call is not None and _is_by_elements(call)), None)
+
+
+def _is_by_elements(call: fx_graphs.Call) -> bool:
+    copies = traits_named(name_of(call.target)).view is View.OVERWRITE  # which has no tag
+    return copies or torch.Tag.pointwise in call.target.tags

@@ -339,6 +339,18 @@ def atp120_mended(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
     return out
 
 
+@takes(x=[4, 8], w=[8, 12])
+def atp121_missed(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+    whole = all_gather_tensor(x, 0, group)
+    return whole.cumsum(1) @ w
+
+
+@takes(x=[4, 8], w=[8, 12])
+def atp121_mended(x: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:
+    summed = x.cumsum(1)  # along each row
+    return all_gather_tensor(summed, 0, group) @ w
+
+
 # --- 2xx legality ------------------------------------------------------------------------------------------------
 @takes(a=[16, 8], w=[8, 12])
 def atp201_missed(a: Tensor, w: Tensor, group: ProcessGroup) -> Tensor:

@@ -18,8 +18,9 @@ import torch
 from asynctp_passes.torch_private import dynamo, giving_up
 
 CHANGE = (
-    "change what is named there, or mark a function that neither multiplies nor communicates with "
-    "torch.compiler.disable, and call it outside of loops, try and with; TORCH_LOGS=graph_breaks has more"
+    "if the function neither multiplies nor communicates, mark it with torch.compiler.disable, and call it outside of "
+    "loops, try and with. Otherwise change what is named there, or compile only functions that do not have it, as the "
+    "body of a loop; TORCH_LOGS=graph_breaks has more"
 )
 AT_LIMIT = (
     "raise torch._dynamo.config.recompile_limit, or give what differs between the calls as a tensor or mark it "

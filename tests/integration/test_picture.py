@@ -101,6 +101,21 @@ def test_linears_that_are_compiled_each_by_itself(caplog: pytest.LogCaptureFixtu
     assert "DTensors come in, and no graph communicates: the hooks of parallelize_module do" in warning
 
 
+def test_an_op_that_may_be_the_only_communication(caplog: pytest.LogCaptureFixture) -> None:
+    library = torch.library.Library("picture_like", "FRAGMENT")
+    library.define("talk(Tensor x) -> Tensor")
+    library.impl("talk", torch.clone, "CPU")
+    torch.library.register_fake("picture_like::talk", torch.empty_like, lib=library)
+    compiled(lambda x: torch.ops.picture_like.talk(x @ W), strict="all")(X)
+    (report,) = asynctp_passes.reports()
+    assert "picture_like.talk.default" in report.notes[0]
+    (warning,) = warnings_of(caplog)
+    assert "nothing tells whether these ops communicate" in warning.lower()
+    assert "picture_like.talk.default" in warning
+    assert "no graph communicates" not in warning
+    library._destroy()
+
+
 def test_backward_graphs_count_too(caplog: pytest.LogCaptureFixture) -> None:
     """Two linears have two graphs, and two more in training."""
     model = two_layers()

@@ -149,6 +149,29 @@ def test_a_helper_is_marked_as_the_remedy_says() -> None:
     assert asynctp_passes.summary().uncompiled == {}
 
 
+def test_a_helper_in_a_loop_is_called_by_a_function_that_is_not_compiled() -> None:
+    helper = torch.compiler.disable(log)
+
+    def layer(x: Tensor) -> Tensor:
+        return torch.tanh(x @ W @ W.t())
+
+    def program(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def loop_of(x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = step(x)
+                helper([x])
+            return x
+
+        return loop_of
+
+    with pytest.raises(StrictError, match="as the body of a loop"):
+        compiled(program(layer), strict="all")(X)
+    torch._dynamo.reset()
+    asynctp_passes.clear_reports()
+    program(compiled(layer, strict="all"))(X)
+    assert asynctp_passes.summary().uncompiled == {}
+
+
 # --- who is not told ------------------------------------------------------------------------------------------------
 @dataclass
 class Out:

@@ -315,6 +315,23 @@ def step_of_a_padded_product_of_any_length(x: Tensor, w: Tensor) -> Tensor:
     return reduce_scatter_tensor_autograd(y, "sum", 0, dist.group.WORLD).square().sum()
 
 
+@found("F F", "own", trains=True, rows=(7, 12, 13), x=["tokens", 16], w=[16, 8])
+def step_of_a_product_padded_by_what_is_left(x: Tensor, w: Tensor) -> Tensor:
+    """Of two ranks the remainder itself is what is missing."""
+    y = F.pad(x @ w, (0, 0, 0, x.shape[0] % RANKS))
+    return reduce_scatter_tensor_autograd(y, "sum", 0, dist.group.WORLD).square().sum()
+
+
+@found("F F F F", "own", trains=True, rows=(7, 12), x=["tokens", 16], up=[16, 8], down=[8, 16])
+def step_of_a_block_padded_by_a_row_at_least(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    tokens = x.shape[0]
+    more = 2 * RANKS - tokens % (2 * RANKS)
+    mine = F.pad(x, (0, 0, 0, more)).chunk(RANKS)[0]
+    whole = all_gather_tensor_autograd(mine, 0, dist.group.WORLD)[:tokens]
+    y = F.pad(torch.relu(whole @ up) @ down, (0, 0, 0, more))
+    return reduce_scatter_tensor_autograd(y, "sum", 0, dist.group.WORLD).square().sum()
+
+
 @found("F F F F F F F F", "own", trains=True, rows=(7, 12), x=[2, "tokens", 16], up=[16, 8], down=[8, 16])
 def step_of_a_batch_of_any_length(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """torch compiles anew for a number of tokens that needs no padding, and pads by a symbol that is 0."""
@@ -445,7 +462,7 @@ def _linear_all_reduce(x: Tensor, w: Tensor) -> Tensor:
 _op("linear_sum(Tensor x, Tensor w) -> Tensor", _linear_all_reduce, lambda x, w: x.new_empty(x.shape[0], w.shape[0]))
 
 
-@found("ATP002", "TensorRT-LLM", says="nothing tells whether", x=[8, 16], i=[3, INT64], head=[16, 24])
+@found("ATP121", "TensorRT-LLM", says="nothing tells whether", x=[8, 16], i=[3, INT64], head=[16, 24])
 def op_that_picks_tokens_before_the_head(x: Tensor, i: Tensor, head: Tensor) -> Tensor:
     return ops.gather_logits(gather(x), i) @ head
 

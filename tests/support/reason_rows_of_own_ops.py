@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from graph_builder import GraphBuilder, aten
-from reason_rows import gathered, product, row
+from reason_rows import gathered, product, row, times
 from torch.fx import Node
 
 _OWN_OPS = torch.library.Library("own_like", "FRAGMENT")
@@ -131,7 +131,7 @@ row("NO_MATMUL", "made by own_like.row_numbers")(of_own_op("row_numbers", dtype=
 row("NO_MATMUL", "made by own_like.combine")(of_own_op("combine", (12, 16)))  # a weight's gradient, say
 
 
-@row("NO_MATMUL", "made by own_like.embed")
+@row("NOT_ROWWISE", 'own_like.embed.default returns other rows than it takes: register_local("own_like::embed")')
 def own_op_of_other_rows(b: GraphBuilder) -> Node:
     """A matmul's result is its table."""
     return b.all_reduce(called(b, own.embed, b.input("ids", [32], torch.int64), product(b), shape=(32, 12)))
@@ -166,11 +166,17 @@ def own_op_that_takes_a_group(b: GraphBuilder) -> Node:
     return b.call_like(product(b).meta["val"], own.custom_sum_of.default, product(b, "c"), "tp:0")
 
 
-@row("NO_MATMUL", "used by own_like.embed")
+@row("NOT_ROWWISE", "[embed -> mm; own_like.embed.default returns other rows than it takes")
 def own_op_of_gathered_keys(b: GraphBuilder) -> Node:
-    """It returns other rows than what is gathered has: attention, say."""
+    """Attention, say, or a dispatch of tokens."""
+    made = called(b, own.embed, b.input("ids", [6], torch.int64), gathered(b), shape=(6, 8))
+    return times(b, made)
+
+
+@row("NO_MATMUL", "used by own_like.embed")
+def own_op_of_other_rows_and_columns(b: GraphBuilder) -> Node:
     made = called(b, own.embed, b.input("ids", [6], torch.int64), gathered(b), shape=(6, 12))
-    return b.mm(made, b.input("w", [12, 6]))
+    return times(b, made)
 
 
 # --- matmuls by other names ----------------------------------------------------------------------------------------

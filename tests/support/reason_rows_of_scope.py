@@ -205,10 +205,15 @@ def gather_of_a_weight(b: GraphBuilder) -> Node:
     return b.mm(b.input("a", [6, 16]), gathered(b))
 
 
-@row("WEIGHT_GATHER", "group tp")
+@row("NO_MATMUL", "used by aten.mul.Tensor")
 def gather_of_a_norm_weight(b: GraphBuilder) -> Node:
     """A vector, scaled by which the operand of a matmul is."""
     return times(b, b.call(aten.mul.Tensor, b.input("a", [6, 16]), gathered(b, 4)))
+
+
+@row("WEIGHT_GATHER", "group tp: a vector")
+def gather_of_a_flat_weight(b: GraphBuilder) -> Node:
+    return b.mm(b.input("a", [6, 8]), b.reshape(gathered(b, 24), [8, 12]))
 
 
 @row("WEIGHT_GATHER", "group tp")

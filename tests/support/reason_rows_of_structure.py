@@ -122,6 +122,19 @@ def columns_of_two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.cat([product(b), product(b, "c")], dim=1))
 
 
+@row("COMPUTED_BETWEEN", "joins pieces of one product, with factors or terms of their own: mul, slice_2")
+def one_product_whose_halves_are_scaled_apart(b: GraphBuilder) -> Node:
+    whole = product(b)
+    first, second = (b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, 8), (8, 16)))
+    return b.scatter(b.cat([b.mul(first, 2.0), second]))
+
+
+@row("PIECES_MISSING", "takes [3, 8] of [16, 8]")
+def gathered_rows_cut_by_a_padding(b: GraphBuilder) -> Node:
+    """More than half: it is as a slice, and nothing that Inductor did."""
+    return times(b, b.call(aten.constant_pad_nd.default, gathered(b), [0, 0, 0, -13]))
+
+
 @row("PIECES_MISSING", "covers 64 elements from 0 of 128")
 def rows_of_two_kinds_without_the_last_one(b: GraphBuilder) -> Node:
     """Two weights for two kinds of tokens, and a row that nothing takes."""
@@ -217,6 +230,141 @@ def gated_before_the_scatter(b: GraphBuilder) -> Node:
 @row("COMPUTED_BETWEEN", "glu -> mm")
 def gated_after_the_gather(b: GraphBuilder) -> Node:
     return times(b, b.call(aten.glu.default, gathered(b, 4, 16)))
+
+
+# --- ops that may make a row of several ---------------------------------------------------------------------------
+@row("NOT_ROWWISE", "[cumsum -> mm; aten.cumsum.default may make a row of several]")
+def summed_so_far_after_the_gather(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.cumsum.default, gathered(b), 0))
+
+
+@row("NOT_ROWWISE", "aten.cumsum.default may")
+def summed_along_each_row_after_the_gather(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.cumsum.default, gathered(b), 1))
+
+
+@row("NOT_ROWWISE", "sort -> getitem -> mm")
+def sorted_after_the_gather(b: GraphBuilder) -> Node:
+    return times(b, b.call(getitem, b.call(aten.sort.default, gathered(b), 0), 0))
+
+
+@row("NOT_ROWWISE", "mm -> cumsum")
+def summed_so_far_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(b.call(aten.cumsum.default, product(b), 1))
+
+
+@row("COMPUTED_BETWEEN", "add -> add -> mm")
+def computed_or_sorted_before_the_matmul(b: GraphBuilder) -> Node:
+    """The way without an op of rows is told, though it is longer."""
+    whole = gathered(b)
+    by_rows = b.add(b.call(aten.sum.dim_IntList, whole, [-1], True), whole)
+    return times(b, b.add(by_rows, b.call(getitem, b.call(aten.sort.default, whole, 0), 0)))
+
+
+def _stored(b: GraphBuilder, rows: Node) -> Node:
+    zeros, places = b.call(aten.full.default, [32, 8], 0.0), b.input("places", [16], torch.int64)
+    return b.call(aten.index_put.default, zeros, [places], rows, True)
+
+
+@row("NO_MATMUL", "made by aten.index_put.default")
+def stored_by_index_before_the_all_reduce(b: GraphBuilder) -> Node:
+    """As experts add to their tokens."""
+    return b.all_reduce(_stored(b, times(b, b.input("a", [16, 8]), 8)))
+
+
+@row("NO_MATMUL", "made by aten.cumsum.default")
+def gradient_of_what_was_summed_so_far(b: GraphBuilder) -> Node:
+    """A backward, by the name of its input: no matmul goes on with a parameter's gradient."""
+    return b.all_reduce(b.call(aten.cumsum.default, times(b, b.input("tangents_1", [16, 8]), 8), 0))
+
+
+@row("NO_MATMUL", "used by aten.convolution.default")
+def convolved_after_the_gather(b: GraphBuilder) -> Node:
+    return _convolved(b, gathered(b), b.input("kernel", [8, 8, 3]))
+
+
+@row("NO_MATMUL", "used by aten.convolution.default")
+def convolved_by_a_gathered_kernel(b: GraphBuilder) -> Node:
+    """As FSDP gathers it."""
+    return _convolved(b, b.input("images", [16, 8]), b.gather(b.input("kernel", [2, 8, 3])))
+
+
+def _convolved(b: GraphBuilder, x: Node, kernel: Node) -> Node:
+    images = b.call(aten.permute.default, b.reshape(x, [2, 8, 8]), [0, 2, 1])
+    made = b.call(aten.convolution.default, images, kernel, None, [1], [1], [1], False, [0], 1)
+    return b.mm(b.reshape(b.call(aten.permute.default, made, [0, 2, 1]), [16, 8]), b.input("v", [8, 12]))
+
+
+@row("NO_MATMUL", "used by aten._scaled_dot_product_flash_attention_for_cpu.default")
+def keys_attended_after_the_gather(b: GraphBuilder) -> Node:
+    """As context parallelism gathers them."""
+    return times(b, _attended(b, gathered(b)))
+
+
+def _attended(b: GraphBuilder, keys: Node) -> Node:
+    heads = b.reshape(keys, [1, 2, 8, 8])
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    return b.reshape(b.call(getitem, b.call(op, heads, heads, heads), 0), [16, 8])
+
+
+@row("NO_MATMUL", "made by aten._scaled_dot_product_flash_attention_for_cpu.default")
+def product_attended_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(_attended(b, times(b, b.input("a", [16, 8]), 8)))
+
+
+@row("NO_MATMUL", "used by aten.zeros_like.default")
+def zeros_of_the_gathered_sizes(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.zeros_like.default, gathered(b)))
+
+
+# --- what is put to other rows ------------------------------------------------------------------------------------
+@row("NO_MATMUL", "used by aten.mean.dim")
+def statistics_of_all_ranks(b: GraphBuilder) -> Node:
+    """As a batch norm gathers them."""
+    x, mean = b.input("rows", [6, 8]), b.call(aten.mean.dim, gathered(b, 1, 8), [0])
+    return times(b, b.call(aten.sub.Tensor, x, mean))
+
+
+@row("NO_MATMUL", "used by aten.gt.Scalar")
+def mask_as_large_as_the_rows(b: GraphBuilder) -> Node:
+    mask = b.call(aten.gt.Scalar, gathered(b), 0)
+    return times(b, b.call(aten.where.self, mask, b.input("rows", [16, 8]), b.input("fill", [])))
+
+
+@row("NO_MATMUL", "used by aten.mul.Tensor")
+def gate_of_each_row(b: GraphBuilder) -> Node:
+    return times(b, b.call(aten.mul.Tensor, b.input("rows", [16, 8]), gathered(b, 4, 1)))
+
+
+@row("NO_MATMUL", "used by aten.add.Tensor")
+def positions_of_a_batch(b: GraphBuilder) -> Node:
+    rows = b.call(aten.add.Tensor, b.input("rows", [2, 16, 8]), gathered(b))
+    return times(b, b.reshape(rows, [32, 8]))
+
+
+@row("WEIGHT_GATHER", "mm is of an input of the graph, and the group gathers parameters")
+def positions_beside_a_weight(b: GraphBuilder) -> tuple[Node, ...]:
+    weight = b.gather(b.input("weight", [2, 12]))
+    rows = b.add(b.input("rows", [16, 8]), b.gather(b.input("positions", [4, 8])))
+    return (b.mm(rows, weight),)
+
+
+@row("WEIGHT_GATHER", "and the group gathers parameters")
+def prefix_beside_a_weight(b: GraphBuilder) -> tuple[Node, ...]:
+    weight = b.gather(b.input("weight", [2, 12]))
+    return (b.mm(b.cat([b.gather(b.input("prefix", [1, 8])), b.input("rows", [16, 8])]), weight),)
+
+
+@row("VIEW_NOT_UNDERSTOOD", "slice_scatter puts a part among zeros, so that the sum gathers the parts of all ranks")
+def part_written_into_zeros_before_the_all_reduce(b: GraphBuilder) -> tuple[Node, ...]:
+    """As the backward of a slice has it."""
+    zeros = b.call(aten.full.default, [64, 12], 0.0)
+    return (b.all_reduce(b.call(aten.slice_scatter.default, zeros, product(b), 0, 16, 32)),)
+
+
+@row("VIEW_NOT_UNDERSTOOD", "constant_pad_nd puts a part among zeros")
+def part_padded_before_the_all_reduce(b: GraphBuilder) -> Node:
+    return b.all_reduce(b.call(aten.constant_pad_nd.default, product(b), [0, 0, 16, 32]))
 
 
 @row("QUANTIZED_AFTER_GATHER", "number of rows")

@@ -219,6 +219,19 @@ def own_op_that_writes_after_the_all_reduce(b: GraphBuilder) -> Node:
     return b.call(getitem, call, 1)
 
 
+@mends(structure.summed_along_each_row_after_the_gather)
+def shard_summed_along_each_row(b: GraphBuilder) -> Node:
+    return times(b, b.gather(b.call(aten.cumsum.default, b.input("x", [4, 8]), 1)))
+
+
+@mends(structure.summed_so_far_before_the_scatter)
+def summed_so_far_after_the_scatter(b: GraphBuilder) -> Node:
+    return b.call(aten.cumsum.default, b.scatter(product(b)), 1)
+
+
+_local_embed = registering(register_local, "own_like::embed")
+mends(own_ops.own_op_of_other_rows, outcome="SKIPPED", using=_local_embed)(own_ops.own_op_of_other_rows)
+
 _local_scale = registering(register_local, "own_like::scale")  # "if it mixes rows", as the remark says
 mends(own_ops.own_op_before_the_all_reduce, outcome="SKIPPED", using=_local_scale)(own_ops.own_op_before_the_all_reduce)
 

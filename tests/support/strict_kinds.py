@@ -80,6 +80,10 @@ def _all_are_missed(options: Options) -> None:
     _compiled(lambda x: _reversed(x) @ W, options)(X)
 
 
+def _one_may_be_no_chain(options: Options) -> None:
+    _compiled(lambda x: _gathered(x).cumsum(0) @ W, options)(X)
+
+
 def _opaque_op_between(options: Options) -> None:
     _compiled(lambda x: _gathered(x) @ reason_programs.exchange(W), options)(X)
 
@@ -183,6 +187,13 @@ KINDS = {
     ),
     "all are missed": Kind(
         "All chains of a graph are MISSED", "a warning each", NOTHING_FUSED, _all_are_missed, ("WARNING", "ATP101")
+    ),
+    "may be no chain": Kind(
+        "Only `ATP121`, of which there may be no chain",
+        "a warning each",
+        MISSED,
+        _one_may_be_no_chain,
+        ("WARNING", "ATP121"),
     ),
     "opaque op between": Kind(
         "An opaque op in a chain",

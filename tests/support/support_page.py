@@ -238,7 +238,11 @@ SECTIONS: dict[str, list[Form]] = {
             "`ATP105` names the op",
             *("relu_before_the_scatter", "own_op_before_the_all_reduce", "triton_kernel_of_the_program"),
         ),
-        form("custom op of other rows, or attention, in that place", "`ATP002`", "own_op_of_other_rows"),
+        form(
+            "custom op of other rows, or a sum so far, in that place; attention",
+            "`ATP121`; `ATP002`",
+            *("own_op_of_other_rows", "summed_so_far_before_the_scatter", "product_attended_before_the_scatter"),
+        ),
         form(
             "RS of 1 MiB or more, of no matmul or of one that its gather has",
             "overlapped with other matmuls (`ATP405`), else `ATP002`, `ATP402`",

@@ -23,7 +23,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from asynctp_passes.ir.sizes import Sizes, express, quotient, rounded_up
+from asynctp_passes.ir.sizes import Sizes, express, is_within, quotient
 
 
 @dataclass(frozen=True)
@@ -345,6 +345,24 @@ def test_a_size_that_is_no_node() -> None:
 
 
 @pytest.mark.parametrize(
+    ("left", "values"),
+    [
+        (lambda n: -n % 4, (0, 3)),
+        (lambda n: 4 - n % 4, (1, 4)),
+        (lambda n: n % 2 + n % 3, (0, 3)),
+        (lambda n: n // 2 - n // 4 * 2, (0, 1)),
+        (lambda n: n - n // 4, None),
+        (lambda n: n, None),
+    ],
+)
+def test_what_divisions_leave_is_bounded(left: Callable[[Any], Any], values: tuple[int, int] | None) -> None:
+    b = GraphBuilder()
+    size = Sizes(b.graph).read(left(b.input("x", [15, 8], dynamic=0).meta["val"].shape[0]))
+    assert is_within(size, *(values or (0, 1000))) == (values is not None)
+    assert not (values and is_within(size, values[0], values[1] - 1))
+
+
+@pytest.mark.parametrize(
     "spelling",
     [
         lambda n: n + -n % 4,
@@ -358,9 +376,10 @@ def test_a_size_that_is_rounded_up_has_one_form(spelling: Callable[[Any], Any]) 
     """A multiple of the ranks, whoever wrote it; it is the number that the program's is."""
     b = GraphBuilder()
     rows = b.input("x", [15, 8], dynamic=0)
-    (symbol,) = rows.meta["val"].shape[0].node.expr.free_symbols
+    number_of_rows = rows.meta["val"].shape[0]
+    (symbol,) = number_of_rows.node.expr.free_symbols
     sizes = Sizes(b.graph)
-    found = sizes.read(spelling(rows.meta["val"].shape[0]))
-    assert found == rounded_up(symbol, 4)
+    found = sizes.read(spelling(number_of_rows))
+    assert found == sizes.read((number_of_rows + 3) // 4 * 4)
     assert quotient(found, 4) is not None
     assert all(found.subs(symbol, number) == spelling(number) for number in range(1, 30))  # type: ignore[union-attr]

@@ -43,6 +43,8 @@ def same_results(before: Graph, after: Graph) -> bool:
         (aten._foreach_mul.Scalar, (0.5,), {}, ["ATP208", "ATP208"]),
         (aten._foreach_mul.ScalarList, ([0.5, 2.0],), {}, ["ATP208", "ATP208"]),
         (aten._foreach_clamp_min.Scalar, (0.0,), {}, ["ATP208", "ATP208"]),
+        (aten._foreach_maximum.Scalar, (0.5,), {}, ["ATP208", "ATP208"]),
+        (aten._foreach_minimum.ScalarList, ([0.5, 2.0],), {}, ["ATP208", "ATP208"]),
         (aten._foreach_norm.Scalar, (), {}, ["ATP002", "ATP002"]),
     ],
 )
@@ -56,6 +58,27 @@ def test_the_decision_is_that_of_the_single_ops(
     assert same_results(before, graph)
     if expected[0] == "ATP208":
         assert all("_foreach_" in str(remark) for remark in report.remarks)
+
+
+@pytest.mark.parametrize(
+    ("op", "value"),
+    [
+        (aten._foreach_addcmul.Scalar, 0.5),
+        (aten._foreach_addcmul.ScalarList, [1.0, 0.5]),
+        (aten._foreach_addcdiv.Scalar, 2),
+        (aten._foreach_addcdiv.ScalarList, [1.0, 0.5]),
+    ],
+)
+def test_ops_of_three_lists_and_numbers_are_single_ones(op: Any, value: Any) -> None:
+    b = GraphBuilder(ranks=2)
+    products = [b.mm(b.input("x", [8, 4]), b.input("v", [4, 6])), b.mm(b.input("y", [6, 4]), b.input("w", [4, 6]))]
+    terms = [b.input("s", [8, 6]), b.input("t", [6, 6])]
+    graph = b.returns(*map(b.all_reduce, each(b, op, products, terms, terms, value)))
+    before = copied(graph)
+    report = run_pass(graph)
+    assert outcomes(report) == ["ATP105", "ATP105"]
+    assert not [node for node in graph.nodes if "_foreach_" in str(node.target)]
+    assert same_results(before, graph)
 
 
 def copied_into(dtype: torch.dtype = torch.float32) -> Graph:
