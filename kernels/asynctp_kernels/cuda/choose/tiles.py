@@ -214,6 +214,9 @@ def few_rows_before(gemm: Tiles, itemsize: int, rows: int, columns: int, k: int,
     return rows <= 64 or min(each.time(rows, columns, long, programs) for each in _HIGH) < of_gemm
 
 
+#: rows above which cuBLAS is faster than our kernels, also where it may not cut K
+CUBLAS_FROM = 128
+
 #: in the interpreter: small, as `INTERPRETED_TILES`
 INTERPRETED_FEW_ROWS = FewRowsTiles(16, 64, 64, stages=1, warps=1, swapped=True)
 

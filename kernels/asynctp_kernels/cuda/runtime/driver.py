@@ -128,7 +128,9 @@ def check(name: str, code: int) -> None:
 
 
 def error_text(name: str, code: int) -> str:
-    """The driver's own message of a code that the function `name` gave."""
+    """The driver's own message of a code that the function `name` gave; cuBLAS has numbers alone."""
+    if name.startswith("cublas"):
+        return f"{name}: status {code}"
     text = ctypes.c_char_p()
     library().cuGetErrorString(code, ctypes.byref(text))
     return f"{name}: {text.value.decode() if text.value else 'unknown error'} ({code})"
@@ -278,7 +280,15 @@ def note(stream: int, values: Sequence[Any]) -> None:
         noted.append((_last_node(stream), values))
 
 
-Noted = tuple[ctypes.c_void_p, Sequence[Any]]
+def note_beside(made: Any, values: Sequence[Any]) -> bool:
+    """Note what is made before or after each launch, where this thread captures; else False."""
+    noted = getattr(_captures, "noted", None)
+    if noted is not None:
+        noted.append((made, values))
+    return noted is not None
+
+
+Noted = tuple[Any, Sequence[Any]]
 
 
 def _last_node(stream: int) -> ctypes.c_void_p:
