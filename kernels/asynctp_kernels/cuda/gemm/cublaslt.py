@@ -95,7 +95,8 @@ def _set(kind: str, made: ctypes.c_void_p, number: int, value: Any) -> None:
 @functools.cache
 def _handle(index: int) -> ctypes.c_void_p:
     """Of the current GPU, which has this index. Threads may share it."""
-    return _made("")
+    with gpu.relaxed_captures():
+        return _made("")
 
 
 def _layout(dtype: torch.dtype, rows: int, columns: int, pitch: int) -> ctypes.c_void_p:
@@ -136,7 +137,7 @@ class Matmul:
 
     def __init__(self, kind: Kind) -> None:
         self.kind, self._lock, self._numbers = kind, threading.Lock(), (ctypes.c_float * 2)(1, 0)
-        self._kept = list[tuple[str, ctypes.c_void_p]]()
+        self._kept = list[Callable[[], Any]]()
         k_first = kind.strides[0] == 1 and (kind.strides[1] != 1 or kind.k > 1)
         self._description = self._keep("MatmulDesc", _made("MatmulDesc", _SUM_IN_FP32, _TYPES[torch.float32]))
         self._describe(_TRANSPOSED, ctypes.c_int(k_first))
@@ -156,13 +157,13 @@ class Matmul:
         self.is_free = bool(free) and not _cuts(free[0])
         first = [each for each in free if self.is_free and each.workspace == 0]
         uncut = [each for each in self._found(0, 0) if each.workspace == 0 and not _cuts(each)]
-        self.algorithms = [each.algorithm for each in [*first, *uncut]]
+        self.algorithms = [(ctypes.c_uint64 * 8)(*each.algorithm) for each in [*first, *uncut]]
         if not self.algorithms:
             raise Refused("cuBLASLt has no algorithm without a workspace, which does not cut K")
         self.algorithm = self.algorithms[0]
 
     def _keep(self, what: str, made: ctypes.c_void_p) -> ctypes.c_void_p:
-        self._kept.append((what, made))
+        self._kept.append(functools.partial(getattr(library(), f"cublasLt{what}Destroy"), made))
         return made
 
     def _describe(self, attribute: int, value: Any) -> None:
@@ -213,8 +214,8 @@ class Matmul:
                   of_out, out, of_out, ctypes.addressof(self.algorithm), None, 0, stream)  # fmt: skip
 
     def __del__(self) -> None:
-        for what, made in self._kept:
-            getattr(library(), f"cublasLt{what}Destroy")(made)
+        for destroy in self._kept:
+            destroy()
 
 
 def _cuts(found: Any) -> bool:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose.tiles import CUBLAS_FROM, INTERPRETED_TILES, Tiles, few_rows_before, tiles_for
+from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, Tiles, cublas_is_faster, few_rows_before, tiles_for
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
 from asynctp_kernels.cuda.gemm.cublaslt import Matmul, Matmuls, alike_matmuls
 from asynctp_kernels.cuda.gemm.few_rows import FewRows
 from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
+from asynctp_kernels.cuda.runtime import driver as gpu
 from asynctp_kernels.cuda.runtime.launch import Tma, aligned, aligned_columns, dense, describe, grid, outlines
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.signals import IS_INTERPRETED
@@ -129,11 +130,12 @@ def own_matmul(
 ) -> OwnMatmul:
     """The fastest with these bits, of examples of a call's tensors. fast: fp8 sums may be.
 
-    That is cuBLASLt's of more than a few rows. A factor is ours, and a bias after scales: cuBLAS rounds in between.
+    cuBLAS multiplies by a factor before it rounds, and rounds between scales and a bias: these matmuls are ours.
     """
-    call = (aligned(a), bs, outs, a_scale, b_scales, biases)
-    cublas = not driver.IN_ORDER and a.shape[0] > CUBLAS_FROM and factor == 1
-    if cublas and not (b_scales and any(bias is not None for bias in biases)):
+    call, widths = (aligned(a), bs, outs, a_scale, b_scales, biases), [b.shape[1] for b in bs]
+    rounds_alike = factor == 1 and not (b_scales and any(bias is not None for bias in biases))
+    faster = not driver.IN_ORDER and cublas_is_faster(a.shape[0], widths, driver.processors(a.device.index))
+    if rounds_alike and faster:
         found = alike_matmuls((*call, fast), lambda i, made: _is_alike(i, made, call, fast))
         if found is not None:
             return found
@@ -185,4 +187,5 @@ def _is_alike(i: int, made: Matmul, call: Any, fast: bool) -> bool:
             kind(stream, like_a, like_b, [out], *scales, bias)
         return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
-    return agree(False) and (not b_scales or agree(True))
+    with gpu.relaxed_captures():
+        return agree(False) and (not b_scales or agree(True))

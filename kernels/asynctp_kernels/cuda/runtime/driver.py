@@ -314,9 +314,8 @@ def captured(stream: int, enqueue: Callable[[int], None]) -> Iterator[tuple[ctyp
     Raises:
         CudaError: Something of it cannot be captured.
     """
-    graph, before = ctypes.c_void_p(), exchange_capture_mode(_CAPTURE_RELAXED)
-    noted = list[Noted]()
-    try:
+    graph, noted = ctypes.c_void_p(), list[Noted]()
+    with relaxed_captures():
         try:
             _captures.noted = noted
             call("cuStreamBeginCapture_v2", _ref(stream), _uint(_CAPTURE_RELAXED))
@@ -330,8 +329,6 @@ def captured(stream: int, enqueue: Callable[[int], None]) -> Iterator[tuple[ctyp
             _captures.noted = None
         call("cuStreamEndCapture", _ref(stream), ctypes.byref(graph))
         yield graph, noted
-    finally:
-        exchange_capture_mode(before)
 
 
 def driver_version() -> int:
@@ -389,6 +386,16 @@ def exchange_capture_mode(mode: int) -> int:
     given = ctypes.c_int(mode)
     call("cuThreadExchangeStreamCaptureMode", ctypes.byref(given))
     return given.value
+
+
+@contextlib.contextmanager
+def relaxed_captures() -> Iterator[None]:
+    """Calls of this thread do not break captures of other threads meanwhile."""
+    before = exchange_capture_mode(_CAPTURE_RELAXED)
+    try:
+        yield
+    finally:
+        exchange_capture_mode(before)
 
 
 def relax_captures() -> None:
