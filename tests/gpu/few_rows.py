@@ -3,7 +3,7 @@
     python tests/gpu/few_rows.py [KIND ...]        (bf16, fp8, fp8-rowwise; all by default)
 
 Bits: of rows alone, and among more, by each of the tiles, all equal to the same rows of the GEMM of `fused`. Then of
-each case that is timed: `unlike`, elements that differ from those of a GEMM of all rows.
+each case that is timed: `unlike`, elements that differ from those of a GEMM of all rows; and of two streams at once.
 
 Time: weights of Llama 3 8B and 70B as one of 4 and of 8 ranks has them. They are read from memory: each call of a CUDA
 graph takes another copy, and all copies are many times as large as L2. In turns, medians. One JSON line a case:
@@ -115,6 +115,35 @@ def check_bits(kind: str, k: int, n: int) -> dict[str, Any]:
     return {"bits": f"{kind} {k} x {n}", "elements": count, "unlike": unlike}
 
 
+def check_streams(kind: str, k: int, n: int) -> dict[str, Any]:
+    """How many elements differ where two streams make matmuls of cuBLASLt at once: each of its own A, B and scales.
+
+    Both share the matmul, as calls of one plan do.
+    """
+    rows, streams, calls = 2048, [torch.cuda.Stream(), torch.cuda.Stream()], 100
+    given = [operands(kind, rows, k, n, 1) for _ in streams]
+    made = own_matmul(
+        given[0][0], given[0][1], [torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")], *given[0][2:], [None]
+    )
+    wanted = [torch.empty(rows, n, dtype=torch.bfloat16, device="cuda") for _ in streams]
+    for (a, bs, *scales), out in zip(given, wanted, strict=True):
+        made(torch.cuda.current_stream().cuda_stream, a, bs, [out], *scales, [None])
+    torch.cuda.synchronize()
+    outs = [torch.zeros(calls, rows, n, dtype=torch.bfloat16, device="cuda") for _ in streams]
+    torch.cuda.synchronize()
+    for i in range(calls):
+        for stream, (a, bs, *scales), out in zip(streams, given, outs, strict=True):
+            made(stream.cuda_stream, a, bs, [out[i]], *scales, [None])
+    torch.cuda.synchronize()
+    unlike = sum(int((out != each).sum()) for out, each in zip(outs, wanted, strict=True))
+    return {
+        "streams": f"{kind} {k} x {n}",
+        "takes": type(made).__name__,
+        "elements": 2 * calls * rows * n,
+        "unlike": unlike,
+    }
+
+
 # --- time ----------------------------------------------------------------------------------------------------------
 def compare(kind: str, bs: list[Tensor], a: Tensor, scales: tuple[Any, Any], whole: Tensor) -> dict[str, Any]:
     """One case; `whole` is the matmul of as many rows as `a` has, and more."""
@@ -150,6 +179,9 @@ def main() -> None:
             found = check_bits(kind, k, n)
             ok &= found["unlike"] == 0
             print(json.dumps(found), flush=True)
+        found = check_streams(kind, 1024, 512)
+        ok &= found["unlike"] == 0
+        print(json.dumps(found), flush=True)
     for kind in kinds:
         found_by_rows: dict[int, list[dict[str, Any]]] = {}
         for k, n in SHAPES:

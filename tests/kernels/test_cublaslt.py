@@ -17,7 +17,7 @@ import cuda_emulated
 from asynctp_kernels.cuda.choose.tiles import CUBLAS_FROM, cublas_is_faster
 from asynctp_kernels.cuda.choose.wire import INVARIANT
 from asynctp_kernels.cuda.gemm import cublaslt, own_matmul
-from asynctp_kernels.cuda.gemm.cublaslt import Kind, Matmul, Matmuls, Refused, alike_matmuls, free_matmuls
+from asynctp_kernels.cuda.gemm.cublaslt import Matmul, Matmuls, Refused, alike_matmuls, free_matmuls
 from cublaslt_emulated import Algorithm, CublasLt
 from cuda_stubs import FP8, Launched, Machine, Multiplied, expected_products, gather_call, machine, scatter_call
 from plan_runs import RANK, TENSORWISE, WORLD, gather_plan, run_gather, run_scatter, scatter_plan
