@@ -94,18 +94,18 @@ def _set(kind: str, made: ctypes.c_void_p, number: int, value: Any) -> None:
 
 @functools.cache
 def _handle(index: int) -> ctypes.c_void_p:
-    """Of the current GPU, which has this index. Threads may share it."""
+    """The handle for the current GPU, which has this index. Threads share it."""
     with gpu.relaxed_captures():
         return _made("")
 
 
 def _layout(dtype: torch.dtype, rows: int, columns: int, pitch: int) -> ctypes.c_void_p:
-    """Of a matrix, columns first."""
+    """A matrix, columns first."""
     return _made("MatrixLayout", _TYPES[dtype], *map(ctypes.c_uint64, (rows, columns)), ctypes.c_int64(pitch))
 
 
 class Kind(NamedTuple):
-    """What an algorithm is chosen for: A [m, k] contiguous, B [k, n] of these strides, and an out [m, n] contiguous.
+    """Matmuls that an algorithm is chosen for: A [m, k] contiguous, B [k, n] of these strides, out [m, n] contiguous.
 
     scaled: A and B have a scale each. bias: its dtype. fast: fp8 sums may be.
     """
@@ -175,7 +175,7 @@ class Matmul:
                 self._describe(attribute, ctypes.c_void_p(address))
 
     def _found(self, workspace: int, schemes: int) -> list[Any]:
-        """What cuBLASLt takes to be fastest first, with such a workspace, and such ways to add up parts of K."""
+        """Algorithms, the fastest first as cuBLASLt has it, of such a workspace and such ways to add up parts of K."""
         preference = _made("MatmulPreference")
         try:
             _set("MatmulPreference", preference, _WORKSPACE, ctypes.c_size_t(workspace))
