@@ -176,9 +176,10 @@ def test_the_first_algorithm_that_is_alike_is_taken(kind: dict[str, Any], librar
 @pytest.mark.usefixtures("ours")
 def test_other_bits_are_told_and_not_taken(library: CublasLt, caplog: pytest.LogCaptureFixture) -> None:
     library.able = lambda workspace, schemes: [Algorithm(1, error=2**-12)]
-    for _ in range(2):
+    for _ in range(2):  # plans, of which each tells it
         assert compared(operands(136, 64, 32)) is None
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert len(library.log) == 2
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "cuBLAS has other bits" in caplog.text
 
 
@@ -202,13 +203,16 @@ def test_scales_that_are_two_factors_are_other_bits(
 
 
 @pytest.mark.usefixtures("ours")
-def test_nothing_is_compared_in_a_capture(library: CublasLt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compared_in_a_capture(
+    library: CublasLt, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The host would wait; afterwards it is."""
     call = operands(136, 64, 32)
     with monkeypatch.context() as patch:
         patch.setattr(cublaslt.gpu, "capturing", lambda: True)
         assert compared(call) is None
         assert not library.log
+    assert "in the capture of a CUDA graph" in caplog.text
     assert compared(call) is not None
 
 

@@ -189,6 +189,11 @@ class Matmul:
             _call("cublasLtMatmulPreferenceDestroy", preference)
         return [each for each in found[: count.value] if each.status == 0]
 
+    def by(self, algorithm: Any) -> Matmul:
+        """Have calls take an algorithm."""
+        self.algorithm = algorithm
+        return self
+
     def call(self) -> Call:
         """The call as `site.c` has it, without addresses."""
         functions = (library().cublasLtMatmul, library().cublasLtMatmulDescSetAttribute)
@@ -298,28 +303,28 @@ _alike: dict[Kind, Any] = {}
 
 
 def alike_matmuls(call: Sequence[Any], is_alike: Callable[[int, Matmul], bool]) -> Matmuls | None:
-    """The same with the bits of our kernels, whatever cuBLAS does by itself. A warning says it where there are none.
+    """The same with the bits of our kernels, whatever cuBLAS does by itself. A warning says it where it has others.
 
-    is_alike: Compares the matmul of B number `i` with ours; nothing is compared while a CUDA graph is captured.
+    is_alike: Compares the matmul of B number `i` with ours, once a kind. The host waits for that.
     """
-    made = list[Matmul]()
     try:
-        for i, kind in enumerate(kinds(*call)):
-            one = Matmul(kind)
-            if kind not in _alike and not gpu.capturing():
-                _alike[kind] = next((each for each in one.algorithms if _try(one, each, i, is_alike)), None)
-                if _alike[kind] is None:
-                    log.warning("a matmul of a batch-invariant call may take longer: cuBLAS has other bits: %s", kind)
-            if _alike.get(kind) is None:
-                return None
-            one.algorithm = _alike[kind]
-            made.append(one)
+        wanted = kinds(*call)
+    except Refused:
+        return None
+    try:
+        made = [_alike_matmul(kind, functools.partial(is_alike, i)) for i, kind in enumerate(wanted)]
     except (Refused, torch.OutOfMemoryError) as error:
-        log.info("a batch-invariant call has matmuls of ours: %s", error)
+        log.warning("a batch-invariant call may take longer: %s", error)
         return None
     return Matmuls(made)
 
 
-def _try(made: Matmul, algorithm: Any, i: int, is_alike: Callable[[int, Matmul], bool]) -> bool:
-    made.algorithm = algorithm
-    return is_alike(i, made)
+def _alike_matmul(kind: Kind, is_alike: Callable[[Matmul], bool]) -> Matmul:
+    made = Matmul(kind)
+    if kind not in _alike:
+        if gpu.capturing():
+            raise Refused("it was first made in the capture of a CUDA graph, where the host cannot wait")
+        _alike[kind] = next((each for each in made.algorithms if is_alike(made.by(each))), None)
+    if _alike[kind] is None:
+        raise Refused(f"cuBLAS has other bits: {kind}")
+    return made.by(_alike[kind])
