@@ -52,7 +52,8 @@ typedef struct {
     void *handle, *description, *one, *b_layout, *a_layout, *zero, *out_layout, *algorithm;
     uint64_t b, a, out, b_scale, a_scale, bias;
 } Matmul;
-enum { BIAS_POINTER = 8, B_SCALE_POINTER = 17, A_SCALE_POINTER }; /* cublasLtMatmulDescAttributes_t */
+/* cublasLtMatmulDescAttributes_t; the first operand there is B */
+enum { BIAS_POINTER = 8, B_SCALE_POINTER = 17, A_SCALE_POINTER };
 
 /* shown: the addresses that the nodes have now, if `known`. The buffers are Python's, which owns them. */
 typedef struct {
