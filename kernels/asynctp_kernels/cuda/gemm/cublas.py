@@ -184,9 +184,7 @@ def _in_fp32(
         rows = rows * _each(scales[0].reshape(-1, scales[0].shape[-1]), a.shape)
         columns = columns * _each(scales[1], b.shape)
     found = rows @ columns
-    if scales is not None and not in_blocks and scales[0].numel() == scales[1].numel() == 1:
-        found = found * (scales[0] * scales[1]).reshape(())
-    elif scales is not None and not in_blocks:
+    if scales is not None and not in_blocks:
         found = found * scales[0].reshape(-1, 1) * scales[1].reshape(1, -1)
     found = (found if bias is None else found + bias.reshape(1, -1).to(found.dtype)).to(out_dtype)
     return found if out is None else out.copy_(found)
