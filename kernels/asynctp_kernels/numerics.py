@@ -56,15 +56,18 @@ def scale_and_bias(
     A_SCALE: tl.constexpr,
     B_SCALE: tl.constexpr,
 ) -> tl.tensor:
-    """acc * a_scale * b_scale + bias, all in fp32.
+    """acc * a_scale * b_scale + bias, all in fp32; scales of one element each are one factor, as cuBLAS has them.
 
     A scale is absent (0), one element (1) or rowwise, read at `a_rows` and `cols` (2). `bias_ptr` may be None.
     """
     if A_SCALE == 1:
-        acc = acc * tl.load(a_scale_ptr)
+        factor = tl.load(a_scale_ptr)
+        if B_SCALE == 1:
+            factor = factor * tl.load(b_scale_ptr)
+        acc = acc * factor
     if A_SCALE == 2:
         acc = acc * tl.load(a_scale_ptr + a_rows, mask=row_mask, other=0.0)[:, None]
-    if B_SCALE == 1:
+    if B_SCALE == 1 and A_SCALE != 1:
         acc = acc * tl.load(b_scale_ptr)
     if B_SCALE == 2:
         acc = acc * tl.load(b_scale_ptr + cols, mask=col_mask, other=0.0)[None, :]

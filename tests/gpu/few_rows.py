@@ -1,15 +1,16 @@
-"""The matmuls of batch-invariant calls by themselves on one GPU, beside cuBLAS: bits of few rows, and then times.
+"""The matmuls of batch-invariant calls by themselves on one GPU, beside cuBLAS: bits, and times.
 
     python tests/gpu/few_rows.py [KIND ...]        (bf16, fp8, fp8-rowwise; all by default)
 
-Bits: of rows alone, and among more, by each of the tiles, all equal to the same rows of the GEMM of `fused`.
+Bits: of rows alone, and among more, by each of the tiles, all equal to the same rows of the GEMM of `fused`. Then of
+each case that is timed: `unlike`, elements that differ from those of a GEMM of all rows; and of two streams at once.
 
 Time: weights of Llama 3 8B and 70B as one of 4 and of 8 ranks has them. They are read from memory: each call of a CUDA
 graph takes another copy, and all copies are many times as large as L2. In turns, medians. One JSON line a case:
-microseconds of cuBLAS and of ours, `few` (`FewRows`) and `gemm` (the GEMM of `fused` alone); `ratio`, cuBLAS' time /
-that of the one which a batch-invariant call takes; `bound`, the time of reading the weight / that; `chosen`, whether
-other calls take `few` too. Last of each kind and number of rows: geometric mean and least of the ratios, mean of the
-bounds.
+microseconds of cuBLAS as PyTorch calls it, of `few` (`FewRows`), of `gemm` (the GEMM of `fused` alone), and of what a
+batch-invariant call takes (`invariant`, of the kind `takes`); `ratio`, cuBLAS' time / that of `invariant`; `bound`, the
+time of reading the weight / that; `chosen`, whether other calls take `few` too. Last of each kind and number of rows:
+geometric mean and least of the ratios, mean of the bounds.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from unittest import mock
 
 import gemm
 import torch
-from asynctp_kernels.cuda.choose.tiles import FewRowsTiles, few_rows_before, few_rows_is_faster, few_rows_tiles
+from asynctp_kernels.cuda.choose.tiles import FewRowsTiles, few_rows_is_faster, few_rows_tiles
 from asynctp_kernels.cuda.gemm import few_rows
 from asynctp_kernels.cuda.gemm.cublas import Scaling, matmul
 from asynctp_kernels.cuda.gemm.few_rows import FewRows
-from asynctp_kernels.cuda.gemm.own_matmul import WholeGemm, gemm_tiles
+from asynctp_kernels.cuda.gemm.own_matmul import WholeGemm, own_matmul
 from torch import Tensor
 
 #: (K, N): qkv, output, gate and up, down, of 8B and 70B, over 4 ranks and over 8
@@ -67,9 +68,10 @@ def ours(
 ) -> Call:
     made = kind(a, bs[:1], [out], a_scale, b_scales, [None])
 
-    def call(i: int) -> None:
+    def call(i: int) -> str:
         stream = torch.cuda.current_stream().cuda_stream
         made(stream, a, [bs[i % len(bs)]], [out], a_scale, b_scales, [None])
+        return type(made).__name__
 
     return call
 
@@ -113,24 +115,57 @@ def check_bits(kind: str, k: int, n: int) -> dict[str, Any]:
     return {"bits": f"{kind} {k} x {n}", "elements": count, "unlike": unlike}
 
 
+def check_streams(kind: str, k: int, n: int) -> dict[str, Any]:
+    """How many elements differ where two streams make matmuls of cuBLASLt at once: each of its own A, B and scales.
+
+    Both share the matmul, as calls of one plan do.
+    """
+    rows, streams, calls = 2048, [torch.cuda.Stream(), torch.cuda.Stream()], 100
+    given = [operands(kind, rows, k, n, 1) for _ in streams]
+    made = own_matmul(
+        given[0][0], given[0][1], [torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")], *given[0][2:], [None]
+    )
+    wanted = [torch.empty(rows, n, dtype=torch.bfloat16, device="cuda") for _ in streams]
+    for (a, bs, *scales), out in zip(given, wanted, strict=True):
+        made(torch.cuda.current_stream().cuda_stream, a, bs, [out], *scales, [None])
+    torch.cuda.synchronize()
+    outs = [torch.zeros(calls, rows, n, dtype=torch.bfloat16, device="cuda") for _ in streams]
+    torch.cuda.synchronize()
+    for i in range(calls):
+        for stream, (a, bs, *scales), out in zip(streams, given, outs, strict=True):
+            made(stream.cuda_stream, a, bs, [out[i]], *scales, [None])
+    torch.cuda.synchronize()
+    unlike = sum(int((out != each).sum()) for out, each in zip(outs, wanted, strict=True))
+    return {
+        "streams": f"{kind} {k} x {n}",
+        "takes": type(made).__name__,
+        "elements": 2 * calls * rows * n,
+        "unlike": unlike,
+    }
+
+
 # --- time ----------------------------------------------------------------------------------------------------------
-def compare(kind: str, m: int, k: int, n: int, bs: list[Tensor], a: Tensor, scales: tuple[Any, Any]) -> dict[str, Any]:
-    """One case; `a` has m rows."""
-    tiles = gemm_tiles(a, bs[:1], torch.bfloat16, True)
-    own = "few" if few_rows_before(tiles, a.itemsize, m, n, k, SMS) else "gemm"
-    makes = {"cublas": cublas, "few": ours, "gemm": functools.partial(ours, kind=WholeGemm)}
-    names = list(makes) if m in BOTH else ["cublas", own]
-    outs = {name: torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda") for name in names}
-    calls = {name: makes[name](a, bs, out, *scales) for name, out in outs.items()}
+def compare(kind: str, bs: list[Tensor], a: Tensor, scales: tuple[Any, Any], whole: Tensor) -> dict[str, Any]:
+    """One case; `whole` is the matmul of as many rows as `a` has, and more."""
+    (m, k), n = a.shape, whole.shape[1]
+    makes: dict[str, Callable[..., Call]] = {"cublas": cublas, "invariant": functools.partial(ours, kind=own_matmul)}
+    if m in BOTH:
+        makes |= {"few": ours, "gemm": functools.partial(ours, kind=WholeGemm)}
+    outs = {name: torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda") for name in makes}
+    calls = {name: make(a, bs, outs[name], *scales) for name, make in makes.items()}
+    takes = calls["invariant"](0)
+    unlike = int((outs["invariant"].view(torch.int16) != whole[:m].view(torch.int16)).sum())
     found = gemm.measure(calls, max(len(bs), 16) if m <= 512 else 6, ROUNDS)
-    error = ((outs[own].float() - outs["cublas"].float()).norm() / outs["cublas"].float().norm()).item()
+    error = ((outs["invariant"].float() - outs["cublas"].float()).norm() / outs["cublas"].float().norm()).item()
     if not error < 0.01:
         raise SystemExit(f"{kind} {m} x {k} x {n} is wrong: error {error:g}")
     bound = k * n * bs[0].itemsize / MEMORY
     return {
         **{name: round(time, 2) for name, time in found.items()},
-        "ratio": round(found["cublas"] / found[own], 3),
-        "bound": round(bound / found[own], 3),
+        "takes": takes,
+        "unlike": unlike,
+        "ratio": round(found["cublas"] / found["invariant"], 3),
+        "bound": round(bound / found["invariant"], 3),
         "error": round(error, 5),
         "chosen": few_rows_is_faster(m, k, n, bs[0].itemsize, kind == "fp8-rowwise"),
     }
@@ -144,20 +179,26 @@ def main() -> None:
             found = check_bits(kind, k, n)
             ok &= found["unlike"] == 0
             print(json.dumps(found), flush=True)
+        found = check_streams(kind, 1024, 512)
+        ok &= found["unlike"] == 0
+        print(json.dumps(found), flush=True)
     for kind in kinds:
         found_by_rows: dict[int, list[dict[str, Any]]] = {}
         for k, n in SHAPES:
             copies = max(4, -(-COPIES_BYTES // (k * n * (2 if kind == "bf16" else 1))))
             a, bs, a_scale, b_scales = operands(kind, max(ROWS), k, n, copies)
+            whole = torch.empty(max(ROWS), n, dtype=torch.bfloat16, device="cuda")
+            ours(a, bs[:1], whole, a_scale, b_scales, WholeGemm)(0)
             for m in ROWS:
                 scale = a_scale[:m] if kind == "fp8-rowwise" and a_scale is not None else a_scale
                 try:
-                    found = compare(kind, m, k, n, bs, a[:m], (scale, b_scales))
+                    found = compare(kind, bs, a[:m], (scale, b_scales), whole)
                 except RuntimeError as error:  # cuBLAS takes no such matmul
                     print(json.dumps({"case": f"{kind} {m} x {k} x {n}", "refused": str(error)[:200]}), flush=True)
                     continue
                 print(json.dumps({"case": f"{kind} {m} x {k} x {n}", **found}), flush=True)
                 found_by_rows.setdefault(m, []).append(found)
+                ok &= found["unlike"] == 0
             del bs
         for m, rows in found_by_rows.items():
             mean = statistics.geometric_mean

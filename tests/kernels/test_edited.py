@@ -12,11 +12,15 @@ import torch
 
 pytest.importorskip("triton")
 
+import cublaslt_emulated
+from asynctp_kernels.cuda.gemm.cublaslt import Matmul, kinds
 from asynctp_kernels.cuda.runtime import driver, edited
 from asynctp_kernels.cuda.runtime.driver import Address, CudaError
 from asynctp_kernels.cuda.runtime.edited import Unedited
 from asynctp_kernels.cuda.runtime.launch import Tma
+from cublaslt_emulated import CublasLt
 from driver_of_c import DriverOfC, need_c
+from torch import Tensor
 
 STREAM = 7
 KERNEL, COPY, WORDS = 0, 1, 12
@@ -310,3 +314,96 @@ def test_a_graph_goes_with_its_plan(library: Library) -> None:
     assert library.destroyed == []
     del graph
     assert library.destroyed == ["cuGraphExecDestroy", "cuGraphDestroy"]
+
+
+# --- matmuls of cuBLASLt ---------------------------------------------------------------------------------------------
+class Multiplies:
+    """A call that has a matmul of fp8, with scales and a bias: tensors in the order of their numbers."""
+
+    def __init__(self) -> None:
+        a, b = (torch.randint(-2, 3, (16, 32)).to(torch.float8_e4m3fn) for _ in range(2))
+        scales = [torch.rand(4)[:1] for _ in range(2)]
+        self.out = torch.empty(16, 16, dtype=torch.bfloat16)
+        self.tensors = [b.t(), a, self.out, *scales, torch.randn(16).bfloat16()]
+        self.example = (a, [b.t()], [self.out], scales[1], scales[:1], [self.tensors[-1]], True)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self.tensors)
+
+    @property
+    def wanted(self) -> Tensor:
+        b, a, _, *scales, bias = self.tensors
+        return (a.float() @ b.float() * (scales[0] * scales[1]) + bias.float()).bfloat16()
+
+
+@pytest.fixture
+def multiplies(monkeypatch: pytest.MonkeyPatch) -> Iterator[CublasLt]:
+    yield from cublaslt_emulated.emulate(monkeypatch)
+
+
+def numbered(call: Multiplies) -> tuple[Address, ...]:
+    return tuple(Address(at, number) for number, at in enumerate(call.addresses))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_matmul_of_cublas_is_beside_the_graph(when: str, multiplies: CublasLt, library: Library) -> None:
+    """It is no node: each launch makes it, of the call's own tensors, before the graph's or after it."""
+    first, second = Multiplies(), Multiplies()
+    made = Matmul(kinds(*first.example)[0])
+
+    def enqueue(stream: int) -> None:
+        values = numbered(first)
+        if when == "before":
+            made(stream, *values)
+        library.launch(stream, [values[1], 5])
+        if when == "after":
+            made(stream, *values)
+
+    graph = captured(library, enqueue)
+    assert not multiplies.log
+    for call in (first, second, second, first):
+        counted = len(library.launched)
+        graph.launch(1, call.addresses)
+        assert multiplies.log[-1] == call.addresses
+        assert torch.equal(call.out, call.wanted)
+        assert len(library.launched) == counted + 1
+        call.out.zero_()
+    assert len(multiplies.log) == 4
+    assert [values[0] for _, values in library.set] == [call.addresses[1] for call in (first, second, first)]
+
+
+def test_a_matmul_between_two_nodes_is_refused(multiplies: CublasLt, library: Library) -> None:
+    call = Multiplies()
+    made = Matmul(kinds(*call.example)[0])
+
+    def enqueue(stream: int) -> None:
+        values = numbered(call)
+        library.launch(stream, [values[0]])
+        made(stream, *values)
+        library.launch(stream, [values[1]])
+
+    with pytest.raises(Unedited, match="between two nodes"):
+        captured(library, enqueue)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_matmul_that_fails_is_half_way(when: str, multiplies: CublasLt, library: Library) -> None:
+    """Others have been told of the call, or soon are."""
+    call = Multiplies()
+    made = Matmul(kinds(*call.example)[0])
+
+    def enqueue(stream: int) -> None:
+        values = numbered(call)
+        for step in ("before", "launch", "after"):
+            if step == "launch":
+                library.launch(stream, [values[0]])
+            elif step == when:
+                made(stream, *values)
+
+    graph = captured(library, enqueue)
+    multiplies.codes["cublasLtMatmul"] = 15
+    with pytest.raises(RuntimeError, match=r"cublasLtMatmul: .*15") as error:
+        graph.launch(1, call.addresses)
+    assert not isinstance(error.value, Unedited)
+    assert len(library.launched) == (when == "after")

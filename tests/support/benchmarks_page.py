@@ -120,10 +120,11 @@ FEW_SUMS = Run("2×H200", "2.11", "27a1eb3", DAY_2, ("all-reduce.txt",), SUMS)
 MANY_SUMS = Run("4×H100", "2.11", "482ac61", "2026-11-27-h100x4", ("all-reduce-shared.txt",), SUMS)
 GEMM = Run("1×H100", "2.11", "01f3971", "2026-11-25-h100x1", ("gemm.jsonl",), "python tests/gpu/gemm.py")
 FEW_ROWS = Run(
-    "1×H200", "2.11", "after 36ed580", "2026-11-29-h200x1", ("invariant.jsonl",), "python tests/gpu/few_rows.py"
-)
+    "1×H200", "2.11", "after 36ed580 and deac048", "2026-11-29-h200x1", ("invariant.jsonl", "invariant-cublaslt.jsonl"),
+    "python tests/gpu/few_rows.py",
+)  # fmt: skip
 HOST = Run(
-    "2 ranks on 1×H200", "2.11", "after deac048", "2026-11-29-h200x1", ("host.jsonl",),
+    "2 ranks on 1×H200", "2.11", "after deac048", "2026-11-29-h200x1", ("host.jsonl", "host-direct.jsonl"),
     "torchrun --nproc_per_node=2 tests/gpu/host.py",
 )  # fmt: skip
 PEAKS = Run(
@@ -415,7 +416,8 @@ def few_rows() -> str:
     """cuBLAS's time over ours, by kind and rows: mean and least; and the time of reading the weights over ours."""
     found: dict[str, dict[int, Mapping[str, float]]] = {}
     for line in FEW_ROWS.lines():
-        found.setdefault(line["kind"], {})[line["rows"]] = line
+        if "kind" in line:
+            found.setdefault(line["kind"], {})[line["rows"]] = line
     rows = sorted({m for by_rows in found.values() for m in by_rows})
     lines = []
     for kind, by_rows in found.items():
@@ -428,25 +430,29 @@ def host() -> str:
     """Microseconds of a call, medians: at addresses of the call before, at new ones, and with cold caches."""
     found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     nccl: dict[str, float] = {}
+    cublas: list[dict[str, float]] = []
     for line in HOST.lines():
-        implementation, way = line.get("implementation", "cuBLAS"), line.get("way", "")
+        implementation, way, us = line.get("implementation", "cuBLAS"), line.get("way", ""), line["us"]
         if implementation == "NCCL":
-            nccl[line["call"].removesuffix(" of one rank")] = line["us"]["median"]
-        elif line["addresses"] in ADDRESSES:
-            cells = found.setdefault((implementation, way), {}).setdefault(line["call"], {})
-            cells[line["addresses"]] = line["us"]["median"]
-    (alone,) = found.pop(("cuBLAS", "")).values()
+            nccl[line["call"].removesuffix(" of one rank")] = us["median"]
+        elif line["addresses"] == "first":
+            cublas += [{}] if implementation == "cuBLAS" else []
+        elif implementation == "cuBLAS":
+            cublas[-1][line["addresses"]] = us["median"]
+        else:
+            found.setdefault((implementation, way), {}).setdefault(line["call"], {})[line["addresses"]] = us["median"]
     calls = dict.fromkeys(call for cells in found.values() for call in cells if "three" not in call)
     columns = sorted(calls, key=lambda call: call not in found["decomposed", "op"])
     lines = [
         [f"`{name}`, {way}", *(_by_address(cells[call]) if call in cells else NONE for call in columns)]
         for (name, way), cells in sorted(found.items(), key=lambda item: "fused direct decomposed".index(item[0][0]))
     ]
-    beside = ", ".join(f"{call} {us:.0f}" for call, us in nccl.items())
+    beside, alone = ", ".join(f"{call} {us:.0f}" for call, us in nccl.items()), map(_by_address, cublas)
     return (
         heads(HOST)
         + table(["", *columns], lines)
-        + f"\nThe program's own calls: cuBLAS {_by_address(alone)}. NCCL's call and wait by one rank: {beside}.\n"
+        + f"\nThe program's own calls: cuBLAS {'; beside the gather and scatter of `direct` '.join(alone)}. "
+        + f"NCCL's call and wait by one rank: {beside}.\n"
     )
 
 
@@ -454,7 +460,7 @@ ADDRESSES = ("known", "all new", "cold")
 
 
 def _by_address(us: dict[str, float]) -> str:
-    return " / ".join(f"{us[name]:.0f}" for name in ADDRESSES)
+    return " / ".join(f"{us[name]:.0f}" for name in ADDRESSES) if us.keys() >= set(ADDRESSES) else NONE
 
 
 def memory() -> str:

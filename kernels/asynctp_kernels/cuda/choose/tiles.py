@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
@@ -212,6 +213,17 @@ def few_rows_before(gemm: Tiles, itemsize: int, rows: int, columns: int, k: int,
     count, long = waves(rows, columns, gemm.block_m, gemm.block_n, programs), k * itemsize / 2
     of_gemm = count * (gemm.block_n / 128 * _GEMM_LONG * long / 1000 + _GEMM_WAVE) + _GEMM_CALL
     return rows <= 64 or min(each.time(rows, columns, long, programs) for each in _HIGH) < of_gemm
+
+
+#: rows above which cuBLAS is faster than our kernels, also where it may not cut K. Source:
+#: `docs/results/2026-11-29-h200x1/invariant-cublaslt.jsonl`
+CUBLAS_FROM = 128
+
+
+def cublas_is_faster(rows: int, widths: Sequence[int], programs: int) -> bool:
+    """The same of one matmul for each B, where ours is one for all: that saves waves, each of which takes longer."""
+    apart = sum(waves(rows, width, 128, 128, programs) for width in widths)
+    return rows > CUBLAS_FROM and apart <= 1.15 * waves(rows, sum(widths), 128, 128, programs)
 
 
 #: in the interpreter: small, as `INTERPRETED_TILES`

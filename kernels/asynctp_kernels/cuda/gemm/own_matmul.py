@@ -1,21 +1,24 @@
-"""Matmuls of whole tensors by kernels of ours: of few rows `FewRows`, of more the GEMM of `fused`, by itself.
+"""Matmuls of whole tensors that walk K in order: of few rows `FewRows`, of more cuBLASLt, or the GEMM of `fused`.
 
-All of them walk K in order, with the same instructions, and round at the same places: a row has the same bits by each
-of them, in any tile, and by `fused`. So batch-invariant calls make their matmuls so, wherever cuBLAS would. That cuts K
-where there are few rows, and adds the parts up.
+All of them walk K with the same instructions, and round at the same places: a row has the same bits by each of them, in
+any tile, and by `fused`. So batch-invariant calls make their matmuls so. cuBLAS by itself cuts K where there are few
+rows, and adds the parts up; what it does here is compared first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, Tiles, few_rows_before, tiles_for
+from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, Tiles, cublas_is_faster, few_rows_before, tiles_for
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
+from asynctp_kernels.cuda.gemm.cublaslt import Matmul, Matmuls, alike_matmuls
 from asynctp_kernels.cuda.gemm.few_rows import FewRows
 from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
+from asynctp_kernels.cuda.runtime import driver as gpu
 from asynctp_kernels.cuda.runtime.launch import Tma, aligned, aligned_columns, dense, describe, grid, outlines
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.signals import IS_INTERPRETED
@@ -101,7 +104,10 @@ class WholeGemm:
         self.launch(stream, values)
 
 
-OwnMatmul = FewRows | WholeGemm
+OwnMatmul = FewRows | WholeGemm | Matmuls
+#: of random numbers that matmuls are compared with; scales s and t: of whole numbers a < 200, some a * (s * t) are
+#: rounded otherwise than (a * s) * t, and than (a * t) * s, to bfloat16 and to float16
+_SEED, _TELLING = 66, (1.0291106700897217, 1.146317481994629)
 
 
 def gemm_tiles(a: Tensor, bs: Sequence[Tensor], out_dtype: torch.dtype, fast: bool) -> Tiles:
@@ -122,9 +128,64 @@ def own_matmul(
     factor: float = 1.0,
     fast: bool = True,
 ) -> OwnMatmul:
-    """The faster kernel for such a call: examples of its tensors. fast: fp8 sums may be."""
+    """The fastest with these bits, of examples of a call's tensors. fast: fp8 sums may be.
+
+    cuBLAS multiplies by a factor before it rounds, and rounds between scales and a bias: these matmuls are ours.
+    """
+    call, widths = (aligned(a), bs, outs, a_scale, b_scales, biases), [b.shape[1] for b in bs]
+    rounds_alike = factor == 1 and not (b_scales and any(bias is not None for bias in biases))
+    faster = not driver.IN_ORDER and cublas_is_faster(a.shape[0], widths, driver.processors(a.device.index))
+    if rounds_alike and faster:
+        found = alike_matmuls((*call, fast), lambda i, made: _is_alike(i, made, call, fast))
+        if found is not None:
+            return found
+    return _kernel(*call, factor, fast)
+
+
+def _kernel(
+    a: Tensor,
+    bs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    a_scale: Tensor | None,
+    b_scales: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    factor: float,
+    fast: bool,
+) -> FewRows | WholeGemm:
+    """The faster of our kernels."""
     tiles, columns = gemm_tiles(a, bs, outs[0].dtype, fast), sum(b.shape[1] for b in bs)
     m, k = a.shape
     few = few_rows_before(tiles, a.itemsize, m, columns, k, driver.processors(a.device.index))
     kind: type[FewRows] | type[WholeGemm] = FewRows if few else WholeGemm
-    return kind(aligned(a), bs, outs, a_scale, b_scales, biases, factor, fast)
+    return kind(a, bs, outs, a_scale, b_scales, biases, factor, fast)
+
+
+def _is_alike(i: int, made: Matmul, call: Any, fast: bool) -> bool:
+    """Whether a matmul of cuBLASLt has the bits of our kernel, of just these sizes.
+
+    An algorithm that does not cut K has one order for all elements, which no number changes. Another order than ours
+    rounds one of some hundreds of random sums otherwise. Sums of small whole numbers are exact: with `_TELLING` scales
+    they tell whether these are one factor, as they are in ours.
+    """
+    a, bs, outs, _, b_scales, biases = call
+    random = torch.Generator(a.device).manual_seed(_SEED)
+
+    def like(tensor: Tensor, whole: bool) -> Tensor:
+        filled = torch.empty(tensor.shape, dtype=torch.bfloat16, device=a.device)
+        _ = filled.random_(-2, 3, generator=random) if whole else filled.normal_(generator=random)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=a.device).copy_(filled)
+
+    def agree(whole: bool) -> bool:
+        ours, theirs = (torch.empty_like(outs[i]) for _ in range(2))
+        like_a, like_b = like(a, whole), [like(bs[i], whole)]
+        of_a, of_b = (torch.full((1,), scale, device=a.device) for scale in _TELLING)
+        bias = [None if each is None else like(each, whole) for each in biases[i : i + 1]]
+        scales: tuple[Tensor | None, list[Tensor]] = (of_a, [of_b]) if b_scales else (None, [])
+        stream = driver.current_stream(a.device.index)
+        kernel = _kernel(like_a, like_b, [ours], *scales, bias, 1.0, fast)
+        for kind, out in ((kernel, ours), (Matmuls([made]), theirs)):
+            kind(stream, like_a, like_b, [out], *scales, bias)
+        return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+    with gpu.relaxed_captures():
+        return agree(False) and (not b_scales or agree(True))

@@ -323,6 +323,8 @@ def multiply_tiles(
         n = pick(number, columns, COUNT)
         if A_SCALE == 1:
             of_rows = gl.load(a_scales[0])
+            if B_SCALE == 1:
+                of_rows = of_rows * gl.load(pick(number, b_scales, COUNT))
         if A_SCALE == 2:
             p = tile_m // tiles_q
             in_block = (tile_m % tiles_q) * BM + gl.arange(0, BM, gl.SliceLayout(1, PART_LAYOUT))
@@ -341,7 +343,7 @@ def multiply_tiles(
             cols = (tile_n - first) * BN + i * PART + gl.arange(0, PART, gl.SliceLayout(0, PART_LAYOUT))
             if A_SCALE > 0:
                 part = part * of_rows
-            if B_SCALE == 1:
+            if B_SCALE == 1 and A_SCALE != 1:
                 part = part * gl.load(pick(number, b_scales, COUNT))
             if B_SCALE == 2:
                 part = part * gl.load(pick(number, b_scales, COUNT) + cols, mask=cols < n, other=0.0)[None, :]

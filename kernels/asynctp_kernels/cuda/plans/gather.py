@@ -27,6 +27,7 @@ from asynctp_kernels.cuda.checks import gathered_scaled_at_end
 from asynctp_kernels.cuda.choose.implementation import Implementation, Recipe
 from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.cublas import matmul
+from asynctp_kernels.cuda.gemm.cublaslt import free_matmuls
 from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
 from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, own_matmul
 from asynctp_kernels.cuda.plans.gather_tensors import GatherOperands, GatherTensors
@@ -180,18 +181,18 @@ class WholeGather(GatherPlan):
         self.fills_outs = self.kernel is not None
 
     def _kernel(self, call: GatherFacts) -> OwnMatmul | None:
-        """The kernel of all matmuls: of few rows, where it is as fast as cuBLAS, and of a batch-invariant call."""
+        """The kernel of all matmuls, or cuBLASLt's call of each; None where these are left to PyTorch."""
         operands, fast = (call.bs, call.b_scales, call.biases), call.use_fast_accum
         if call.is_empty or gathered_scaled_at_end(call) is not None:
             return None
         full = self.new_full()
-        if not (call.invariant or takes(full, call.rows, *operands, self.out_dtype, fast)):
-            return None
         a, outs = full.view(call.rows, -1), [new().view(call.rows, -1) for new in self.new_outs]
         a_scale = self.new_numbers() if self.scale_travels else call.a_scale
         if call.invariant:
             return own_matmul(a, call.bs, outs, a_scale, call.b_scales, call.biases, fast=fast)
-        return FewRows(a, call.bs, outs, a_scale, call.b_scales, call.biases)
+        if takes(full, call.rows, *operands, self.out_dtype, fast):
+            return FewRows(a, call.bs, outs, a_scale, call.b_scales, call.biases)
+        return free_matmuls(a, call.bs, outs, a_scale, call.b_scales, call.biases, fast)
 
     def multiply_whole(self, stream: int, call: GatherTensors, kernel: OwnMatmul) -> None:
         """Enqueue all matmuls, once the whole is there."""

@@ -36,6 +36,7 @@ from asynctp_kernels.cuda.choose.wire import PUSH
 from asynctp_kernels.cuda.facts import ReduceFacts
 from asynctp_kernels.cuda.gemm.copy_kernels import reduce_kernel
 from asynctp_kernels.cuda.gemm.cublas import matmul, multiply
+from asynctp_kernels.cuda.gemm.cublaslt import free_matmuls
 from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
 from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, own_matmul
 from asynctp_kernels.cuda.plans.scatter_tensors import Operands, ScatterTensors
@@ -156,7 +157,7 @@ class ScatterPlan(Implementation):
         return total
 
     def _kernels(self, call: ReduceFacts, rows: Iterable[int]) -> list[dict[int, OwnMatmul]]:
-        """The kernels of each matmul of so many rows: of few rows, where they are as fast, and if batch-invariant."""
+        """The kernels of each matmul, by numbers of rows; none where a matmul is left to PyTorch."""
         if call.is_empty or scattered_scaled_at_end(call) is not None:
             return [{}] * self.count
         return [
@@ -167,13 +168,13 @@ class ScatterPlan(Implementation):
         one = slice(i, i + 1)
         bs, b_scales, biases = call.b_parts[one], call.b_scales[one], call.biases[one]
         a, fast, factor = call.a_parts[i], call.use_fast_accum, self.factors[i][0]
-        if not (call.invariant or takes(a, rows, bs, b_scales, biases, self.matmul_dtype, fast)):
-            return None
         out = a.new_empty((rows, bs[0].shape[1]), dtype=self.matmul_dtype)
         a, a_scale = a.reshape(-1, a.shape[-1])[:rows], call.a_scales[i] if call.a_scales else None
         if call.invariant:
             return own_matmul(a, bs, [out], a_scale, b_scales, biases, factor, fast)
-        return FewRows(a, bs, [out], a_scale, b_scales, biases, factor)
+        if takes(a, rows, bs, b_scales, biases, self.matmul_dtype, fast):
+            return FewRows(a, bs, [out], a_scale, b_scales, biases, factor)
+        return free_matmuls(a, bs, [out], a_scale, b_scales, biases, fast) if factor == 1 else None
 
     def tensors(self, operands: Operands) -> ScatterTensors:
         """The operands as they come, and new memory for what a call makes."""

@@ -128,7 +128,9 @@ def check(name: str, code: int) -> None:
 
 
 def error_text(name: str, code: int) -> str:
-    """The driver's own message of a code that the function `name` gave."""
+    """The driver's own message of a code that the function `name` gave; cuBLAS has numbers alone."""
+    if name.startswith("cublas"):
+        return f"{name}: status {code}"
     text = ctypes.c_char_p()
     library().cuGetErrorString(code, ctypes.byref(text))
     return f"{name}: {text.value.decode() if text.value else 'unknown error'} ({code})"
@@ -278,7 +280,15 @@ def note(stream: int, values: Sequence[Any]) -> None:
         noted.append((_last_node(stream), values))
 
 
-Noted = tuple[ctypes.c_void_p, Sequence[Any]]
+def note_beside(made: Any, values: Sequence[Any]) -> bool:
+    """Note what is made before or after each launch, where this thread captures; else False."""
+    noted = getattr(_captures, "noted", None)
+    if noted is not None:
+        noted.append((made, values))
+    return noted is not None
+
+
+Noted = tuple[Any, Sequence[Any]]
 
 
 def _last_node(stream: int) -> ctypes.c_void_p:
@@ -304,9 +314,8 @@ def captured(stream: int, enqueue: Callable[[int], None]) -> Iterator[tuple[ctyp
     Raises:
         CudaError: Something of it cannot be captured.
     """
-    graph, before = ctypes.c_void_p(), exchange_capture_mode(_CAPTURE_RELAXED)
-    noted = list[Noted]()
-    try:
+    graph, noted = ctypes.c_void_p(), list[Noted]()
+    with relaxed_captures():
         try:
             _captures.noted = noted
             call("cuStreamBeginCapture_v2", _ref(stream), _uint(_CAPTURE_RELAXED))
@@ -320,8 +329,6 @@ def captured(stream: int, enqueue: Callable[[int], None]) -> Iterator[tuple[ctyp
             _captures.noted = None
         call("cuStreamEndCapture", _ref(stream), ctypes.byref(graph))
         yield graph, noted
-    finally:
-        exchange_capture_mode(before)
 
 
 def driver_version() -> int:
@@ -379,6 +386,16 @@ def exchange_capture_mode(mode: int) -> int:
     given = ctypes.c_int(mode)
     call("cuThreadExchangeStreamCaptureMode", ctypes.byref(given))
     return given.value
+
+
+@contextlib.contextmanager
+def relaxed_captures() -> Iterator[None]:
+    """Calls of this thread do not break captures of other threads meanwhile."""
+    before = exchange_capture_mode(_CAPTURE_RELAXED)
+    try:
+        yield
+    finally:
+        exchange_capture_mode(before)
 
 
 def relax_captures() -> None:

@@ -23,8 +23,9 @@ What makes that as sound as to enqueue:
 - *Memory* is the program's: a call makes its results, and copies of operands that lie as no kernel reads them, before
   its launch. The graph has none, and keeps none alive.
 
-Plans that call cuBLAS have no graph, since nobody documents its kernels' parameters: they enqueue. So does a call
-inside a capture of the program's. Each graph takes some 100 KB of the GPU's memory.
+Nobody documents the parameters of cuBLAS's kernels. A matmul of `cublaslt` is no node, but a call before each launch,
+or after it. Plans with other matmuls of cuBLAS have no graph: they enqueue. So does a call inside a capture of the
+program's. Each graph takes some 100 KB of the GPU's memory.
 
 Source: CUDA Driver API, "Graph Management" (a launch is ordered after earlier launches of the same graph; an edit
 affects later launches only; what is destroyed in flight is freed when it is done), "Stream Management"
@@ -75,6 +76,7 @@ _WORD, _MAP, _UNIT = 8, 128, 64
 #: words of CUDA_MEMCPY3D: how many, both addresses, offsets (x, y, z, level of detail); the last are rows and slices
 _COPY_WORDS, _FROM, _TO, _OFFSETS = 25, 6, 17, (0, 1, 2, 3, 11, 12, 13, 14)
 _KERNEL, _COPY = 0, 1
+_BEFORE, _AFTER = 1, 2  # a matmul of cuBLASLt is made before the graph, or after it
 TRIES = 3  # of a capture: a thread that synchronizes the device meanwhile breaks it
 _USE_NODE_PRIORITY = 8
 _set_kernel = gpu.function("cuGraphExecKernelNodeSetParams_v2", *[ctypes.c_void_p] * 3)
@@ -115,7 +117,10 @@ class Edit(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A kernel or a copy, which has a context, of an executable graph. params: An address. kept: What has that."""
+    """A kernel or a copy, which has a context, of an executable graph; or, with a node of 0, a matmul of cuBLASLt.
+
+    params: An address. kept: What has that. context: Of a matmul, when it is made.
+    """
 
     node: int
     params: int
@@ -199,12 +204,32 @@ def _copy(node: ctypes.c_void_p, values: Sequence[Any]) -> Node:
     return Node(node.value or 0, ctypes.addressof(params), current_context(), edits, params)
 
 
+class Matmul(Protocol):
+    """A matmul of `cublaslt`."""
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """Enqueue it, of tensors at these addresses; 0: there is none."""
+
+    def call(self) -> ctypes.Structure:
+        """The same as `site.c` has it; its last fields are the addresses, all 0 now."""
+
+
+def _matmul(made: Matmul, values: Sequence[Any], when: int) -> Node:
+    """A matmul of cuBLASLt. values: The addresses of its tensors, or 0."""
+    call, size = made.call(), _WORD * len(values)
+    words = (ctypes.c_uint64 * len(values)).from_buffer(call, ctypes.sizeof(call) - size)
+    places = [ctypes.c_uint64.from_buffer(words, _WORD * place) for place in range(len(values))]
+    pairs = zip(places, values, strict=True)
+    edits = [Edit(place, at.number, at.offset) for place, at in pairs if isinstance(at, Address)]
+    return Node(0, ctypes.addressof(call), when, edits, (made, call, words))
+
+
 class EditableGraph:
     """An executable graph; each launch gives the addresses of its call's tensors.
 
     Args:
         graph: CUgraph; destroyed with this.
-        noted: Its launches and copies. All other nodes have nothing that changes.
+        noted: Its launches and copies, and matmuls before and after these. Other nodes have nothing that changes.
 
     Attributes:
         native: The same in C; None where nothing is compiled. It knows which addresses the graph shows.
@@ -216,11 +241,14 @@ class EditableGraph:
     def __init__(self, graph: ctypes.c_void_p, noted: Sequence[gpu.Noted]) -> None:
         self._graph, self._executable, self._shown = graph, ctypes.c_void_p(), tuple[int, ...]()
         kinds = {_KERNEL: _kernel, _COPY: _copy}
-        self._nodes = [
-            kinds[_told("cuGraphNodeGetType", node)](node, values)
-            for node, values in noted
-            if any(map(_changes, values))
-        ]
+        self._nodes, in_graph = list[Node](), [isinstance(made, ctypes.c_void_p) for made, _ in noted]
+        for at, (made, values) in enumerate(noted):
+            if not in_graph[at]:
+                if any(in_graph[:at]) and any(in_graph[at:]):
+                    raise Unedited("a matmul of cuBLASLt is between two nodes")
+                self._nodes.append(_matmul(made, values, _AFTER if any(in_graph[:at]) else _BEFORE))
+            elif any(map(_changes, values)):
+                self._nodes.append(kinds[_told("cuGraphNodeGetType", made)](made, values))
         flags = ctypes.c_ulonglong(_USE_NODE_PRIORITY)
         gpu.call("cuGraphInstantiateWithFlags", ctypes.byref(self._executable), graph, flags)
         self.native = native_graph(self._executable.value, self._nodes)
@@ -241,8 +269,16 @@ class EditableGraph:
                 self._show(node, addresses, shown)
         except CudaError as error:
             raise Unedited(str(error)) from error
+        self._multiply(stream, _BEFORE)
         _launch(self._executable, stream)
+        self._multiply(stream, _AFTER)
         self._shown = addresses
+
+    def _multiply(self, stream: int, when: int) -> None:
+        for node in self._nodes:
+            if not node.node and node.context == when:
+                made, _, words = node.kept
+                made(stream, *words)
 
     def _show(self, node: Node, addresses: Sequence[int], shown: Sequence[int]) -> None:
         """Let later launches be of tensors at these addresses. shown: those of now; empty if unknown.
@@ -259,7 +295,7 @@ class EditableGraph:
                     place.value = addresses[number] + offset
         if changed and node.context is None:
             _set_kernel(self._executable, node.node, node.params)
-        elif changed:
+        elif changed and node.node:
             _set_copy(self._executable, node.node, node.params, node.context)
 
     def __del__(self) -> None:

@@ -179,5 +179,5 @@ def aligned_columns(b: torch.Tensor) -> torch.Tensor:
 
 
 def dense(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Scales or biases as the kernels read them, element after element; None stays None."""
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+    """Scales or biases as matmuls read them, element after element, at multiples of 16 bytes; None stays None."""
+    return [None if tensor is None else aligned(tensor) for tensor in tensors]

@@ -35,11 +35,25 @@ typedef struct {
     uint64_t *place, offset, number, described;
 } Edit;
 
-/* Copies have a context. The node's edits are the next so many. */
+/* Copies have a context. A matmul of cuBLASLt, which is no node, has there whether it is made before the graph or after
+   it. The node's edits are the next so many. */
 typedef struct {
     void *node, *params, *context;
     uint64_t edits;
 } Node;
+enum { BEFORE = 1, AFTER };
+
+/* Such a matmul: `cublaslt.Call`. */
+typedef struct {
+    int (*matmul)(void *handle, void *description, const void *one, uint64_t b, void *b_layout, uint64_t a,
+                  void *a_layout, const void *zero, uint64_t c, void *c_layout, uint64_t out, void *out_layout,
+                  const void *algorithm, void *workspace, size_t bytes, void *stream);
+    int (*set_attribute)(void *description, int attribute, const void *value, size_t bytes);
+    void *handle, *description, *one, *b_layout, *a_layout, *zero, *out_layout, *algorithm;
+    uint64_t b, a, out, b_scale, a_scale, bias;
+} Matmul;
+/* cublasLtMatmulDescAttributes_t; the first operand there is B */
+enum { BIAS_POINTER = 8, B_SCALE_POINTER = 17, A_SCALE_POINTER };
 
 /* shown: the addresses that the nodes have now, if `known`. The buffers are Python's, which owns them. */
 typedef struct {
@@ -95,7 +109,7 @@ static const char *edit(Graph *graph, const uint64_t *at, int *code)
             else if ((*code = driver->replace_address(each->place, (void *)(at[each->number] + each->offset))))
                 return "cuTensorMapReplaceAddress";
         }
-        if (!changed) continue;
+        if (!changed || !node->node) continue;
         if (node->context) {
             if ((*code = driver->set_copy(graph->executable, node->node, node->params, node->context)))
                 return "cuGraphExecMemcpyNodeSetParams";
@@ -106,10 +120,32 @@ static const char *edit(Graph *graph, const uint64_t *at, int *code)
     return NULL;
 }
 
+/* Make the matmuls of cuBLASLt before the graph, or after it. */
+static const char *multiply(Graph *graph, uint64_t when, uint64_t stream, int *code)
+{
+    const Node *node = graph->nodes.buf, *end = node + graph->nodes.len / sizeof(Node);
+    for (; node < end; node++) {
+        if (node->node || (uint64_t)node->context != when) continue;
+        const Matmul *each = node->params;
+        if ((each->b_scale && (*code = each->set_attribute(each->description, B_SCALE_POINTER, &each->b_scale, 8)))
+            || (each->a_scale && (*code = each->set_attribute(each->description, A_SCALE_POINTER, &each->a_scale, 8)))
+            || (each->bias && (*code = each->set_attribute(each->description, BIAS_POINTER, &each->bias, 8))))
+            return "cublasLtMatmulDescSetAttribute";
+        if ((*code = each->matmul(each->handle, each->description, each->one, each->b, each->b_layout, each->a,
+                                  each->a_layout, each->zero, each->out, each->out_layout, each->out, each->out_layout,
+                                  each->algorithm, NULL, 0, (void *)stream)))
+            return "cublasLtMatmul";
+    }
+    return NULL;
+}
+
 static const char *launch(Graph *graph, uint64_t stream, int *code)
 {
     const Driver *driver = graph->driver.buf;
+    const char *failed = multiply(graph, BEFORE, stream, code);
+    if (failed) return failed;
     if ((*code = driver->launch(graph->executable, (void *)stream))) return "cuGraphLaunch";
+    if ((failed = multiply(graph, AFTER, stream, code))) return failed;
     graph->known = 1;
     return NULL;
 }
