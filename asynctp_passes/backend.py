@@ -17,7 +17,7 @@ import logging
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -29,9 +29,7 @@ from asynctp_passes.ir import registry
 from asynctp_passes.ops import call_sites
 from asynctp_passes.ranks import leaving
 from asynctp_passes.ranks.accord import ask
-from asynctp_passes.remat.joint import run_joint
-from asynctp_passes.remat.partition import run_partition
-from asynctp_passes.reporting import files, graph_page
+from asynctp_passes.reporting import files
 from asynctp_passes.reporting.across import cut_chains, forget, remembering
 from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
 from asynctp_passes.reporting.picture import Summary, picture
@@ -47,6 +45,9 @@ from asynctp_passes.torch_private import (
     tensor_storage,
     uncompiled,
 )
+
+if TYPE_CHECKING:
+    from asynctp_passes.reporting import graph_page
 
 __all__ = [
     "AsyncTPPass",
@@ -158,7 +159,7 @@ class _OwnPass:
             raise
 
     def _key(self) -> bytes:
-        runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
+        runs = f"{ops.implementation('cpu')} {ops.finds_kernels()}"  # Inductor's own key has triton's version
         mesh = process_groups.mesh_dimensions()
         groups = ",".join(f"{name}:{process_groups.size_of_group(name)}:{dim}" for name, dim in mesh.items())
         drawn = self.config.graph_dir or ""  # a graph that is cached is not drawn
@@ -247,7 +248,10 @@ class RematerializePass(_OwnPass, inductor_compile.CustomGraphPass):
             GroupError: `groups` names a process group that does not exist here.
         """
         with self._publishing() as publish:
-            publish(run_joint(graph, self.config))
+            if pipeline.communicates(graph):
+                from asynctp_passes.remat.joint import run_joint
+
+                publish(run_joint(graph, self.config))
 
 
 class RematerializePartitioner(_OwnPass, partitioner.CustomPartitionerFn):
@@ -283,6 +287,10 @@ class RematerializePartitioner(_OwnPass, partitioner.CustomPartitionerFn):
             GroupError: `groups` names a process group that does not exist here.
         """
         divide = self.inner or partitioner.default_partition
+        if not pipeline.communicates(gm.graph):
+            return divide(gm, joint_inputs, **options)
+        from asynctp_passes.remat.partition import run_partition
+
         with self._publishing() as publish:
             forward, backward, report = run_partition(
                 gm, lambda: divide(gm, joint_inputs, **options), options.get("num_fwd_outputs"), self.config
@@ -354,6 +362,8 @@ def compile_graph(
     ours = AsyncTPPass(config)
     if config.graph_dir is not None:
         with contained("name the inputs, for the graph's page"):
+            from asynctp_passes.reporting import graph_page
+
             ours.names = graph_page.Names.of(gm)
     patches = with_passes(patches, ours)
     found = list[Report]()
@@ -664,6 +674,8 @@ def _draw(
     if before is None or after is None:
         log.info("asynctp: %s came from Inductor's cache: there is no graph to draw into %s", report.graph, graph_dir)
         return
+    from asynctp_passes.reporting import graph_page
+
     page = graph_page.write_page(graph_dir, before, after, report, names)
     log.info("asynctp: graph before and after: %s", page)
 
