@@ -50,10 +50,10 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
 
 def communicates(graph: fx.Graph) -> bool:
     """False for a graph in which nothing communicates with other ranks: there is nothing to do in it."""
-    found = True
+    found: list[fx.Node] | None = None
     with contained("look for collectives"):
-        found = bool(communications(graph.nodes))
-    return found
+        found = communications(graph.nodes)
+    return found != []
 
 
 def _require_graph(graph: object) -> None:
