@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import logging
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -212,12 +213,14 @@ class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
         before: fx.Graph | None = None
         with contained("copy the graph, to draw it"):
             before = _copy(graph) if self.config.graph_dir else None
+        begun = time.perf_counter()
         try:
             report = pipeline.run(graph, self.config)
         except AsyncTPError as error:
             if error.report is not None:
                 _publish(error.report, self.config, before, graph, names=self.names, raised=True)
             raise
+        report = dataclasses.replace(report, seconds=round(time.perf_counter() - begun, 4))
         if report.phase != "backward" and (self.forward is None or not self.forward.crossings):
             self.forward = report  # before it come the branches of a torch.cond, whose border is none
         with contained("store the report with the compiled graph"):
@@ -663,8 +666,9 @@ def _log(report: Report) -> None:
     for remark in report.remarks:
         log.log(logging.WARNING if remark.outcome == "MISSED" else logging.INFO, "asynctp: %s", remark)
     log.info(
-        "asynctp: %s (%s%s): %s",
-        *(report.graph, report.phase, ", from Inductor's cache" if report.from_cache else "", report.totals),
+        "asynctp: %s (%s%s): %s; the pass took %.2f s",
+        *(report.graph, report.phase, ", from Inductor's cache" if report.from_cache else ""),
+        *(report.totals, report.seconds),
     )
 
 

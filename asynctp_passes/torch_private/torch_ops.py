@@ -73,9 +73,11 @@ def is_higher_order(target: object) -> bool:
 
 def overload_of(target: object) -> torch._ops.OpOverload | None:
     """The overload that a target calls: an op without one named, as Inductor writes it, has one alone; or None."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target
     if isinstance(target, torch._ops.OpOverloadPacket) and target.overloads() == ["default"]:  # type: ignore[no-untyped-call]
-        target = target.default
-    return target if is_op(target) else None
+        return target.default  # type: ignore[no-any-return]
+    return None
 
 
 def may_alias(node: fx.Node) -> bool:
