@@ -76,7 +76,7 @@ def overload_of(target: object) -> torch._ops.OpOverload | None:
     if isinstance(target, torch._ops.OpOverload):
         return target
     if isinstance(target, torch._ops.OpOverloadPacket) and target.overloads() == ["default"]:  # type: ignore[no-untyped-call]
-        return target.default  # type: ignore[no-any-return]
+        return target.default
     return None
 
 
