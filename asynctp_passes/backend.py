@@ -290,11 +290,11 @@ class RematerializePartitioner(_OwnPass, partitioner.CustomPartitionerFn):
             GroupError: `groups` names a process group that does not exist here.
         """
         divide = self.inner or partitioner.default_partition
-        if not pipeline.communicates(gm.graph):
-            return divide(gm, joint_inputs, **options)
-        from asynctp_passes.remat.partition import run_partition
-
         with self._publishing() as publish:
+            if not pipeline.communicates(gm.graph):
+                return divide(gm, joint_inputs, **options)
+            from asynctp_passes.remat.partition import run_partition
+
             forward, backward, report = run_partition(
                 gm, lambda: divide(gm, joint_inputs, **options), options.get("num_fwd_outputs"), self.config
             )
