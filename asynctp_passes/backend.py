@@ -15,9 +15,10 @@ import copy
 import dataclasses
 import logging
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -29,9 +30,7 @@ from asynctp_passes.ir import registry
 from asynctp_passes.ops import call_sites
 from asynctp_passes.ranks import leaving
 from asynctp_passes.ranks.accord import ask
-from asynctp_passes.remat.joint import run_joint
-from asynctp_passes.remat.partition import run_partition
-from asynctp_passes.reporting import files, graph_page
+from asynctp_passes.reporting import files
 from asynctp_passes.reporting.across import cut_chains, forget, remembering
 from asynctp_passes.reporting.internal import FORESEEN, contained, sources_digest, tell
 from asynctp_passes.reporting.picture import Summary, picture
@@ -47,6 +46,9 @@ from asynctp_passes.torch_private import (
     tensor_storage,
     uncompiled,
 )
+
+if TYPE_CHECKING:
+    from asynctp_passes.reporting import graph_page
 
 __all__ = [
     "AsyncTPPass",
@@ -158,7 +160,7 @@ class _OwnPass:
             raise
 
     def _key(self) -> bytes:
-        runs = "-".join(ops.implementation(device) for device in ("cuda", "cpu"))
+        runs = f"{ops.implementation('cpu')} {ops.finds_kernels()}"  # Inductor's own key has triton's version
         mesh = process_groups.mesh_dimensions()
         groups = ",".join(f"{name}:{process_groups.size_of_group(name)}:{dim}" for name, dim in mesh.items())
         drawn = self.config.graph_dir or ""  # a graph that is cached is not drawn
@@ -211,12 +213,14 @@ class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
         before: fx.Graph | None = None
         with contained("copy the graph, to draw it"):
             before = _copy(graph) if self.config.graph_dir else None
+        begun = time.perf_counter()
         try:
             report = pipeline.run(graph, self.config)
         except AsyncTPError as error:
             if error.report is not None:
                 _publish(error.report, self.config, before, graph, names=self.names, raised=True)
             raise
+        report = dataclasses.replace(report, seconds=round(time.perf_counter() - begun, 4))
         if report.phase != "backward" and (self.forward is None or not self.forward.crossings):
             self.forward = report  # before it come the branches of a torch.cond, whose border is none
         with contained("store the report with the compiled graph"):
@@ -247,7 +251,10 @@ class RematerializePass(_OwnPass, inductor_compile.CustomGraphPass):
             GroupError: `groups` names a process group that does not exist here.
         """
         with self._publishing() as publish:
-            publish(run_joint(graph, self.config))
+            if pipeline.communicates(graph):
+                from asynctp_passes.remat.joint import run_joint
+
+                publish(run_joint(graph, self.config))
 
 
 class RematerializePartitioner(_OwnPass, partitioner.CustomPartitionerFn):
@@ -284,6 +291,10 @@ class RematerializePartitioner(_OwnPass, partitioner.CustomPartitionerFn):
         """
         divide = self.inner or partitioner.default_partition
         with self._publishing() as publish:
+            if not pipeline.communicates(gm.graph):
+                return divide(gm, joint_inputs, **options)
+            from asynctp_passes.remat.partition import run_partition
+
             forward, backward, report = run_partition(
                 gm, lambda: divide(gm, joint_inputs, **options), options.get("num_fwd_outputs"), self.config
             )
@@ -354,6 +365,8 @@ def compile_graph(
     ours = AsyncTPPass(config)
     if config.graph_dir is not None:
         with contained("name the inputs, for the graph's page"):
+            from asynctp_passes.reporting import graph_page
+
             ours.names = graph_page.Names.of(gm)
     patches = with_passes(patches, ours)
     found = list[Report]()
@@ -653,8 +666,9 @@ def _log(report: Report) -> None:
     for remark in report.remarks:
         log.log(logging.WARNING if remark.outcome == "MISSED" else logging.INFO, "asynctp: %s", remark)
     log.info(
-        "asynctp: %s (%s%s): %s",
-        *(report.graph, report.phase, ", from Inductor's cache" if report.from_cache else "", report.totals),
+        "asynctp: %s (%s%s): %s; the pass took %.2f s",
+        *(report.graph, report.phase, ", from Inductor's cache" if report.from_cache else ""),
+        *(report.totals, report.seconds),
     )
 
 
@@ -664,6 +678,8 @@ def _draw(
     if before is None or after is None:
         log.info("asynctp: %s came from Inductor's cache: there is no graph to draw into %s", report.graph, graph_dir)
         return
+    from asynctp_passes.reporting import graph_page
+
     page = graph_page.write_page(graph_dir, before, after, report, names)
     log.info("asynctp: graph before and after: %s", page)
 

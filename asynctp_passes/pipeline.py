@@ -1,23 +1,19 @@
-"""The order of the steps: find, plan, ask the other ranks, report, raise if strict, and only then rewrite."""
+"""One graph: a report at once where nothing communicates, else the `steps`, which are imported only then."""
 
 from __future__ import annotations
 
 from torch import fx
 
 from asynctp_passes.config import Config
-from asynctp_passes.ir.traversal import phase_of
-from asynctp_passes.ops import call_sites
-from asynctp_passes.planning.plan import planned, questions_of, with_accords, without_refused
-from asynctp_passes.ranks.undo import UndoOnError
-from asynctp_passes.reporting.build import report_of, with_calls
+from asynctp_passes.ir.collectives import read_collectives
+from asynctp_passes.ir.order import communications
+from asynctp_passes.reporting.internal import contained
+from asynctp_passes.reporting.of_graph import report_of_graph
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_if_strict
-from asynctp_passes.rewriting.ordering import put_in_program_order
-from asynctp_passes.rewriting.rewrite import rewrite
-from asynctp_passes.rewriting.ungroup import ungroup
 from asynctp_passes.torch_private import inductor_options
 
-__all__ = ["run"]
+__all__ = ["communicates", "run"]
 
 
 def run(graph: fx.Graph, config: Config | None = None) -> Report:
@@ -42,24 +38,22 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
     """
     _require_graph(graph)
     config = inductor_options.obeyed(Config.given(config))
-    attempt = UndoOnError(graph, config, phase_of(graph))
-    with attempt:
-        return _fuse(graph, config, attempt)
-    return attempt.fall_back()
+    with contained("report on a graph without collectives"):
+        if not communicates(graph) and not read_collectives(graph):
+            report = report_of_graph(graph, config)
+            raise_if_strict(graph, report, config)
+            return report
+    from asynctp_passes import steps
+
+    return steps.run(graph, config)
 
 
-def _fuse(graph: fx.Graph, config: Config, attempt: UndoOnError) -> Report:
-    put_in_program_order(graph)
-    ungroup(graph)
-    wanted = planned(graph, config)  # finds the chains, and decides
-    questions = questions_of(wanted)
-    answers = attempt.ask(questions)
-    plan = with_accords(without_refused(wanted, answers), answers)
-    report = report_of(graph, plan, config, questions, answers)
-    raise_if_strict(graph, report, config)
-    calls = rewrite(graph, plan)
-    groups = [chain.collective.group for chain in plan.chains]
-    return with_calls(report, calls, call_sites.mark(graph, groups, config.direct))
+def communicates(graph: fx.Graph) -> bool:
+    """False for a graph in which nothing communicates with other ranks: there is nothing to do in it."""
+    found: list[fx.Node] | None = None
+    with contained("look for collectives"):
+        found = communications(graph.nodes)
+    return found != []
 
 
 def _require_graph(graph: object) -> None:

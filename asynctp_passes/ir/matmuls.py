@@ -81,15 +81,18 @@ def _is_transposed(value: torch.Tensor) -> bool:
 
 def is_matmul(node: fx.Node) -> bool:
     """True for every op that multiplies matrices, or by its shapes may, whether asynctp rewrites it or not."""
+    if node.op != "call_function":
+        return False
     name = called_name(node)
-    known = matmul_op(name) is not None or multiplies(name)
-    return known or _shaped_as_operands(node) is not None or any(map(is_matmul, fx_graphs.nodes_hidden_by(node)))
+    if matmul_op(name) is not None or multiplies(name):
+        return True
+    return _shaped_as_operands(node) is not None or any(map(is_matmul, fx_graphs.nodes_hidden_by(node)))
 
 
 def _shaped_as_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The inputs `[..., M, K]` and `[K, N]`, or `[N, K]`, of another library's op that returns `[..., M, N]`."""
     name = called_name(node)
-    if called_op(node) is None or not can_promise(name) or promise_of(name) == "rowwise":
+    if not can_promise(name) or called_op(node) is None or promise_of(name) == "rowwise":
         return None
     inputs = [(one, value) for one in node.all_input_nodes if (value := tensor_of(one)) is not None]
     outs = [value for value in values_of(node) if value.dim() >= 2 and value.is_floating_point()]

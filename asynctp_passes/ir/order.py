@@ -69,6 +69,8 @@ def surely_starts(node: fx.Node) -> bool:
 def _talk_of(node: fx.Node) -> _Talk:
     if node.op != "call_function":
         return _Talk.NEVER
+    if torch_ops.is_op(node.target):
+        return _talk_of_op(name_of(node.target))
     ops, graphs = _ops_run_by(node), subgraphs_of(node)
     found = [_talk_of_op(name_of(op)) for op in ops]
     found += [_talk_of(step) for graph in graphs for step in graph.nodes]

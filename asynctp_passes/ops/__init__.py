@@ -25,12 +25,13 @@ from __future__ import annotations
 
 import torch
 
-from asynctp_passes.ops import reference
+from asynctp_passes.ops import collectives, reference, run_check  # noqa: F401  (two of them register ops)
 from asynctp_passes.ops.calls import OPS
 from asynctp_passes.ops.choice import (
     compares_calls,
     expected_implementation,
     explain,
+    finds_kernels,
     implementation,
     meet,
     on_wire,
@@ -46,6 +47,7 @@ __all__ = [
     "compares_calls",
     "expected_implementation",
     "explain",
+    "finds_kernels",
     "implementation",
     "matmul_all_reduce",
     "matmul_reduce_scatter",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import logging
 import sys
 from collections import Counter
@@ -24,6 +24,7 @@ __all__ = [
     "compares_calls",
     "expected_implementation",
     "explain",
+    "finds_kernels",
     "implementation",
     "kernels_for",
     "meet",
@@ -64,6 +65,12 @@ def implementation(device_type: str) -> str:
     if device_type == "cpu":
         return "interpreted" if _cpu_implementation() == "interpreted" else "sequential"
     raise ValueError(f"asynctp: device_type={device_type!r} is not valid; it must be 'cuda' or 'cpu'")
+
+
+@functools.cache
+def finds_kernels() -> bool:
+    """Whether the kernels and triton can be found. Nothing is imported: most programs that ask have no chain."""
+    return all(importlib.util.find_spec(name) is not None for name in ("triton", "asynctp_kernels"))
 
 
 def on_wire(device_type: str) -> bool:

@@ -182,7 +182,7 @@ def _register() -> Any:
     register(library, "all_reduce", _real_all_reduce, _fake_all_reduce, _no_gradient)
     for key in ("CPU", "CUDA"):  # an alias of what has no gradient
         library.impl("wait", _real_wait, key)
-    torch.library.register_fake("asynctp::wait", _fake_wait, lib=library)
+    torch_ops.register_fake("wait", _fake_wait, library)
     return library
 
 

@@ -113,7 +113,7 @@ def register(library: Any, name: str, real: Any, fake: Any, backward: Any, setup
     """
     for key in ("CPU", "CUDA"):
         library.impl(name, real, key)
-    torch.library.register_fake(f"asynctp::{name}", fake, lib=library)
+    torch_ops.register_fake(name, fake, library)
     torch.library.register_autograd(f"asynctp::{name}", backward, setup_context=setup_context, lib=library)
     op = getattr(torch.ops.asynctp, name).default
     torch_ops.keep_unused(op)

@@ -14,7 +14,6 @@ import torch
 from asynctp_passes import ops
 from asynctp_passes.config import Config
 from asynctp_passes.ops import run_check
-from asynctp_passes.planning.legality import is_on_wire
 from asynctp_passes.ranks.accord import number_of
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_uncompiled
@@ -25,9 +24,15 @@ __all__ = ["note"]
 
 def note(report: Report, config: Config) -> None:
     """Note a graph that is compiled or came from a cache, should Dynamo give up the function that it is of."""
-    dims = process_groups.mesh_dimensions()
-    groups = (one.group for one in report.questions if is_on_wire(one.group, dims.get(one.group, ""), config))
+    groups = _groups_on_wire(report, config) if report.questions else []
     giving_up.note_groups(groups, left=functools.partial(_judge, config), communicates=_compare)
+
+
+def _groups_on_wire(report: Report, config: Config) -> list[str]:
+    from asynctp_passes.planning.legality import is_on_wire
+
+    dims = process_groups.mesh_dimensions()
+    return [one.group for one in report.questions if is_on_wire(one.group, dims.get(one.group, ""), config)]
 
 
 def _judge(config: Config, given_up: giving_up.GivenUp) -> None:

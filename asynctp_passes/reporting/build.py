@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from asynctp_passes import ops
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives
-from asynctp_passes.ir.crossings import crossings_of
 from asynctp_passes.ir.marks import REMATERIALIZED
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import call_as_json, called_name, describe, module_of, source_of, value_of
@@ -26,7 +24,8 @@ from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.legality import is_named_for_data, on_wire
 from asynctp_passes.planning.plan import Plan, outcome_of, untouched
 from asynctp_passes.reasons import Outcome
-from asynctp_passes.reporting import internal, torch_notes
+from asynctp_passes.reporting import internal
+from asynctp_passes.reporting.of_graph import plan_digest, report_of_graph
 from asynctp_passes.reporting.report import Bucketed, Note, Remark, Report
 from asynctp_passes.torch_private import dynamo
 
@@ -71,18 +70,11 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
     why = "since ranks differ" if config.deviate else "as the options ask"
     reasons = (reason for answer in answers.values() for reason in answer.refused.values())
     ranks_differ = [Note("ranks", f"not done, {why}: {reason}") for reason in dict.fromkeys(reasons)]
-    return Report(
-        graph=dynamo.compile_name(),
-        phase=phase,
-        remarks=remarks,
-        torch_version=str(torch.__version__),
-        config_digest=config.digest(),
-        plan_digest=_plan_digest(remarks, buckets),
-        buckets=buckets,
+    report = report_of_graph(graph, config, remarks, buckets, _unfused(plan.decisions, config))
+    return dataclasses.replace(
+        report,
         questions=tuple(one.with_answer(answers[one.group]) for one in questions),
-        notes=(*torch_notes.notes(graph, phase), *_bits(remarks, config), *ranks_differ, *_own_parts(plan)),
-        matmuls=sum(map(is_matmul, graph.nodes)),
-        crossings=() if phase == "backward" else crossings_of(graph, _unfused(plan.decisions, config)),
+        notes=(*report.notes, *_bits(remarks, config), *ranks_differ, *_own_parts(plan)),
     )
 
 
@@ -109,12 +101,6 @@ def _unfused(decisions: Sequence[Decision], config: Config) -> list[Collective]:
     """The collectives that may have their matmul in another graph, of groups that are not left alone."""
     alone = [one.candidate for one in decisions if one.refusal is not None and one.refusal.reason.may_be_cut_off]
     return [one.collective for one in alone if config.groups != "auto" or not is_named_for_data(one)]
-
-
-def _plan_digest(remarks: Sequence[Remark], buckets: Sequence[Bucketed]) -> str:
-    """A hash of what was decided, which ranks that traced the same program share."""
-    plan = [(remark.outcome, remark.kind, remark.code, remark.nodes, remark.shapes) for remark in remarks]
-    return hashlib.sha256(repr((plan, [entry.collectives for entry in buckets])).encode()).hexdigest()[:16]
 
 
 def _bucketed(bucket: Bucket) -> Bucketed:
@@ -325,6 +311,6 @@ def report_of_failure(graph: fx.Graph, config: Config, phase: str, summary: str)
         remarks=remarks,
         torch_version=str(torch.__version__),
         config_digest=config.digest(),
-        plan_digest=_plan_digest(remarks, ()),
+        plan_digest=plan_digest(remarks, ()),
         internal_errors=(summary,),
     )

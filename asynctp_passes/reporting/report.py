@@ -184,6 +184,7 @@ class Report:
         internal_errors: Errors of asynctp itself (`ATP901`), because of which the graph stayed as it was.
         matmuls: How many matmuls the graph has, whether a collective is next to them or not.
         crossings: Its results and inputs that may be halves of chains which lie in two graphs.
+        seconds: How long the pass took, with what it waited for other ranks; of no account when reports are compared.
     """
 
     graph: str
@@ -199,6 +200,7 @@ class Report:
     internal_errors: tuple[str, ...] = ()
     matmuls: int = 0
     crossings: tuple[Crossing, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
 
     @property
     def fused(self) -> tuple[Remark, ...]:

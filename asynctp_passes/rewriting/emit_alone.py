@@ -22,7 +22,6 @@ from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, valu
 from asynctp_passes.ir.sizes import divided
 from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Bucket, OwnPart
-from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.ops.calls import INVARIANT
 from asynctp_passes.planning.legality import on_wire
 from asynctp_passes.rewriting.builder import Builder, RewriteState, Site

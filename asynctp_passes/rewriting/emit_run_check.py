@@ -11,7 +11,6 @@ from torch import fx
 from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import tensor_of, value_of
 from asynctp_passes.ir.order import communicates
-from asynctp_passes.ops import run_check  # noqa: F401  (it registers torch.ops.asynctp.run_check)
 from asynctp_passes.rewriting.builder import RewriteState
 from asynctp_passes.rewriting.places import mark_front
 from asynctp_passes.torch_private import symbolic_sizes

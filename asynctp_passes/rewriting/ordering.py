@@ -31,7 +31,6 @@ from asynctp_passes.ir.order import (
 )
 from asynctp_passes.ir.traversal import draws, live, phase_of, reachable, segments, steps_of
 from asynctp_passes.matching.near_miss import to_register
-from asynctp_passes.ops import collectives  # noqa: F401  (they register torch.ops.asynctp)
 from asynctp_passes.planning import cost_model
 from asynctp_passes.rewriting import toposort
 from asynctp_passes.rewriting.emit_alone import OWN_OPS, use_own_op

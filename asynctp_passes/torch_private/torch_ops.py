@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
+
+
+def register_fake(name: str, fake: Callable[..., Any], library: Any) -> None:
+    """Give an op of asynctp's what it does with fake tensors.
+
+    Torch looks up who calls this. By the file's name in Python's own table it does without the path of every module.
+    """
+    getattr(inspect, "modulesbyfile", {})[__file__] = __name__
+    torch.library.register_fake(f"asynctp::{name}", fake, lib=library)
 
 
 def scaled_mm(
@@ -63,9 +73,11 @@ def is_higher_order(target: object) -> bool:
 
 def overload_of(target: object) -> torch._ops.OpOverload | None:
     """The overload that a target calls: an op without one named, as Inductor writes it, has one alone; or None."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target
     if isinstance(target, torch._ops.OpOverloadPacket) and target.overloads() == ["default"]:  # type: ignore[no-untyped-call]
-        target = target.default
-    return target if is_op(target) else None
+        return target.default
+    return None
 
 
 def may_alias(node: fx.Node) -> bool:

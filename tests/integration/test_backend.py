@@ -53,7 +53,9 @@ from asynctp_passes import (
     Report,
     StrictError,
     backend,
+    pipeline,
 )
+from asynctp_passes.remat import joint
 from asynctp_passes.torch_private import dynamo
 
 CASES = of_profile(backend_cases.CASES, set(backend_cases.CASES) - set(backend_cases.OF_KINDS_SHOWN))
@@ -643,6 +645,8 @@ def test_so_it_is_for_the_bare_passes(mesh: DeviceMesh, one: type) -> None:
 
 def test_the_joint_pass_raises_what_it_says(mesh: DeviceMesh) -> None:
     error = DisagreementError("all ranks have agreed")
-    with mock.patch.object(backend, "run_joint", side_effect=error), pytest.raises(DisagreementError) as found:
+    there_is_something = mock.patch.object(pipeline, "communicates", return_value=True)
+    fails = mock.patch.object(joint, "run_joint", side_effect=error)
+    with there_is_something, fails, pytest.raises(DisagreementError) as found:
         RematerializePass(Config(strict="off"))(torch.fx.Graph())
     assert found.value is error

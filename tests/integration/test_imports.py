@@ -50,6 +50,30 @@ assert not hasattr(asynctp_passes, "nothing_of_this_name")
     run_program(program)
 
 
+def test_a_compile_without_collectives_imports_no_step_of_the_pass() -> None:
+    """Nor the kernels: each graph is looked through for what communicates, and that is all."""
+    program = """
+import sys
+from unittest import mock
+import torch
+from asynctp_passes import backend, pipeline
+
+walks = []
+communications = pipeline.communications
+pipeline.communications = lambda nodes: walks.append(nodes) or communications(nodes)
+layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+quick = {"fallback_by_default": True} if "fallback_by_default" in torch._inductor.list_options() else {}
+torch.compile(layer, backend=backend.asynctp, options=quick)(torch.ones(2, 4)).sum().backward()
+assert len(walks) == 4, "the joint graph's, before the joint pass and before it is divided, and both halves'"
+rooms = ("matching", "planning", "rewriting", "remat", "layout", "steps", "ranks.undo", "reporting.graph_page")
+steps = [name for name in sys.modules if name.removeprefix("asynctp_passes.").startswith(rooms)]
+assert not steps, steps
+assert not [name for name in sys.modules if name.startswith("asynctp_kernels")]
+assert backend.summary().graphs == 2 and not backend.summary().internal_errors
+"""
+    run_program(program)
+
+
 def test_the_command_line_needs_no_torch_to_speak_of_reasons_and_reports(tmp_path: Path) -> None:
     """They answer at once: torch alone takes longer than all that they do."""
     reports = tmp_path / "reports.jsonl"

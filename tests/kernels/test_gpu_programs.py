@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 import cases
 import compiled
 import launched
+import step
 import stress
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose import tiles
@@ -30,7 +31,9 @@ from asynctp_kernels.cuda.gemm.cublas import IN_BLOCKS
 from asynctp_kernels.cuda.plans import fused
 
 import asynctp_passes
+from asynctp_passes.backend import asynctp
 from asynctp_passes.ops.calls import signature
+from asynctp_passes.tools.demo.model import ModelSizes
 from asynctp_passes.torch_private import torch_ops
 
 WORLDS = (2, 4, 8)
@@ -97,6 +100,19 @@ def large_products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         return ((a.float() * a_scale) @ (b.float() * b_scale)).to(dtype)
 
     monkeypatch.setattr(torch_ops, "scaled_mm", product)
+
+
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_a_timed_step_has_its_chains(rowwise: bool) -> None:
+    """All collectives of a block are fused, in its forward and its backward."""
+    sizes = ModelSizes(width=64, hidden=64, heads=8, kv_heads=4, sequence=64)
+    asynctp_passes.clear_reports()
+    with imagined_ranks(4):
+        block = step.Sharded(sizes, 4, rowwise).to(torch.bfloat16)
+        (function,) = step.compiled([block], dist.group.WORLD, asynctp, QUICK)
+        function(torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)).float().sum().backward()
+    summary = asynctp_passes.summary()
+    assert (summary.fused, summary.missed, summary.skipped, summary.others) == (step.COLLECTIVES, 0, 0, 0)
 
 
 @pytest.mark.usefixtures("large_products_in_fp32")

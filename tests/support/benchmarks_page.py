@@ -127,6 +127,10 @@ HOST = Run(
     "2 ranks on 1×H200", "2.11", "after deac048", "2026-11-29-h200x1", ("host.jsonl", "host-direct.jsonl"),
     "torchrun --nproc_per_node=2 tests/gpu/host.py",
 )  # fmt: skip
+HOST_OF_STEPS = Run(
+    "4 ranks on 1×H200", "2.11", "after deac048", "2026-11-29-h200x1", ("step.jsonl",),
+    "torchrun --nproc_per_node=4 tests/gpu/step.py",
+)  # fmt: skip
 PEAKS = Run(
     "4 ranks on 1×H200", "2.15", "c0ea859", "2026-11-28-h200x1", ("peaks.jsonl",),
     "torchrun --nproc_per_node=4 tests/gpu/peaks.py",
@@ -456,6 +460,15 @@ def host() -> str:
     )
 
 
+def host_of_steps() -> str:
+    """Milliseconds of the launching thread in a step, medians, and the least in parentheses."""
+    lines = []
+    for line in HOST_OF_STEPS.lines():
+        ms = [f"{line['ms'][name]:.1f} ({line['least'][name]:.1f})" for name in ("asynctp", "NCCL, one rank")]
+        lines.append([line["step"], *ms, f"{line['ratio']:.2f}"])
+    return heads(HOST_OF_STEPS) + table(["Step", "asynctp", "NCCL", "ratio"], lines)
+
+
 ADDRESSES = ("known", "all new", "cold")
 
 
@@ -508,6 +521,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "GEMM": gemm,
     "few rows": few_rows,
     "host": host,
+    "host of steps": host_of_steps,
     "memory": memory,
     "checks": checks,
 }

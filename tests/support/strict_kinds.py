@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
 
 import asynctp_passes
-from asynctp_passes import Config, ExpectError, StrictError, pipeline
+from asynctp_passes import Config, ExpectError, StrictError, steps
 from asynctp_passes.tools import reason_programs
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -178,7 +178,7 @@ def _not_agreed(options: Options) -> None:
 
 
 def _failing() -> AbstractContextManager[Any]:
-    return mock.patch.object(pipeline, "rewrite", side_effect=NotImplementedError("nobody foresaw this"))
+    return mock.patch.object(steps, "rewrite", side_effect=NotImplementedError("nobody foresaw this"))
 
 
 KINDS = {

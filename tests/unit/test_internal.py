@@ -27,8 +27,8 @@ from asynctp_passes import (
     GroupError,
     Report,
     StrictError,
-    pipeline,
     run,
+    steps,
 )
 from asynctp_passes.ir.records import Answer, Question
 from asynctp_passes.planning import plan
@@ -41,7 +41,7 @@ from asynctp_passes.torch_private.fx_graphs import GraphRecord
 
 pytestmark = pytest.mark.usefixtures("internal_errors")
 
-STEPS = (pipeline, joint, undo, plan, ordering, rewrite)
+STEPS = (steps, joint, undo, plan, ordering, rewrite)
 """Modules that call the steps of the pass."""
 STAGES = [
     # what fails, of the pipeline

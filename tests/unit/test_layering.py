@@ -27,7 +27,7 @@ ROWS = (
     ("planning",),
     ("rewriting", "reporting"),
     ("ranks",),
-    ("pipeline", "remat"),
+    ("pipeline", "remat", "steps"),
     ("backend",),
     ("process", "reference", "doctor"),
     ("__init__",),

@@ -7,6 +7,7 @@ import json
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from expecttest import assert_expected_inline
 from graph_builder import GraphBuilder
 from passes import run_pass
 
-from asynctp_passes import Bucketed, Config, Remark, Report, run
+from asynctp_passes import Bucketed, Config, Remark, Report, run, steps
 from asynctp_passes.planning.cost_model import Cost, Machine
 from asynctp_passes.reporting.report import SCHEMA
 
@@ -49,6 +50,19 @@ SKIPPED = Remark(
 )
 OTHER_SKIPPED = dataclasses.replace(SKIPPED, collective="all_reduce_1", message="no matmul [b]")
 REPORT = Report("graph 0/0", "forward", (FUSED, MISSED, SKIPPED, OTHER_SKIPPED), "2.13.0", "c0ffee", "deca")
+
+
+@pytest.mark.parametrize("tensors", ["primals_1 primals_2", "primals_1 tangents_1", "x w"])
+def test_a_graph_without_collectives_gets_at_once_what_the_steps_say(tensors: str) -> None:
+    b = GraphBuilder()
+    x, w = (b.input(name, [8, 8]) for name in tensors.split())
+    graph = b.returns(b.relu(b.mm(x, w)), b.mm(b.relu(x), w))
+    before, config = list(graph.nodes), Config(strict="all")
+    with mock.patch.object(steps, "run", side_effect=AssertionError("it is not asked")):
+        at_once = run(graph, config)
+    assert at_once == steps.run(graph, config)
+    assert at_once.matmuls == 2
+    assert list(graph.nodes) == before
 
 
 def real_report() -> Report:
