@@ -96,14 +96,14 @@ class Callers:
     ) -> tuple[list[Tensor], Tensor | None]:
         """Run the op of a gather: with lists of operands, and its group's name and size."""
         name, size = group_and_size(group)
-        lists = {"bs": (b_parts := as_list(bs)), "biases": optional_list(biases, len(b_parts))}
+        lists: dict[str, Any] = {"bs": (b_parts := as_list(bs)), "biases": optional_list(biases, len(b_parts))}
         where = {"return_a_full": return_a_full, "group_size": size, "group_name": name}
         return split_a_full(self._run("all_gather_matmul", **lists, **where, **arguments), return_a_full)
 
     def _reduce(self, op: str, a: Any, b: Any, biases: Any, group: Any, factors: Any, **arguments: Any) -> Tensor:
         """Run an op that reduces, in the same way."""
         name, size = group_and_size(group)
-        lists = {"a_parts": (a_parts := operands_of(op, a)), "b_parts": as_list(b)}
+        lists: dict[str, Any] = {"a_parts": (a_parts := operands_of(op, a)), "b_parts": as_list(b)}
         lists |= {"biases": optional_list(biases, len(a_parts)), "factors": numbers(factors)}
         where = {"group_size": size} if "scatter_dim" in arguments else {}
         out: Tensor = self._run(op, **lists, **where, group_name=name, **arguments)
@@ -197,7 +197,7 @@ class Callers:
         Source:
             torch.distributed._functional_collectives (all_gather_single); torch._scaled_mm.
         """
-        scales = {"a_scale": a_scale, "b_scales": as_list(b_scales), "gather_a_scale": gather_a_scale}
+        scales: dict[str, Any] = {"a_scale": a_scale, "b_scales": as_list(b_scales), "gather_a_scale": gather_a_scale}
         scales |= {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
         return self._gather(bs, biases, group, return_a_full, a_shard=a_shard, gather_dim=gather_dim, **scales)
 
@@ -246,7 +246,12 @@ class Callers:
         Source:
             torch.distributed._functional_collectives (reduce_scatter_single) and torch.addmm.
         """
-        given = {"reduce_op": reduce_op, "scatter_dim": scatter_dim, "sum_dtype": sum_dtype, "added": added}
+        given: dict[str, Any] = {
+            "reduce_op": reduce_op,
+            "scatter_dim": scatter_dim,
+            "sum_dtype": sum_dtype,
+            "added": added,
+        }
         return self._reduce("matmul_reduce_scatter", a, b, biases, group, factors, **given)
 
     @_of_kinds
@@ -303,7 +308,12 @@ class Callers:
         Source:
             torch.distributed._functional_collectives (reduce_scatter_single); torch._scaled_mm.
         """
-        given = {"reduce_op": reduce_op, "scatter_dim": scatter_dim, "sum_dtype": sum_dtype, "added": added}
+        given: dict[str, Any] = {
+            "reduce_op": reduce_op,
+            "scatter_dim": scatter_dim,
+            "sum_dtype": sum_dtype,
+            "added": added,
+        }
         given |= {"a_scales": as_list(a_scales), "b_scales": as_list(b_scales)}
         given |= {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
         return self._reduce("matmul_reduce_scatter", a, b, biases, group, factors, **given)
@@ -350,7 +360,7 @@ class Callers:
         Source:
             torch.distributed._functional_collectives (all_reduce) and torch.addmm.
         """
-        given = {"reduce_op": reduce_op, "sum_dtype": sum_dtype, "added": added}
+        given: dict[str, Any] = {"reduce_op": reduce_op, "sum_dtype": sum_dtype, "added": added}
         return self._reduce("matmul_all_reduce", a, b, biases, group, factors, **given)
 
     @_of_kinds
@@ -405,7 +415,7 @@ class Callers:
         Source:
             torch.distributed._functional_collectives (all_reduce); torch._scaled_mm.
         """
-        given = {"reduce_op": reduce_op, "sum_dtype": sum_dtype, "added": added}
+        given: dict[str, Any] = {"reduce_op": reduce_op, "sum_dtype": sum_dtype, "added": added}
         given |= {"a_scales": as_list(a_scales), "b_scales": as_list(b_scales)}
         given |= {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
         return self._reduce("matmul_all_reduce", a, b, biases, group, factors, **given)
