@@ -21,15 +21,19 @@ from profiles import THOROUGH
 LONGEST = (
     "test_backend.py",
     "test_leaving.py",
+    "test_found_programs.py",
     "test_interpreted_ops.py",
     "test_recipes.py",
     "test_rank_cases.py",
+    "test_lifecycles.py",
     "test_llama.py",
     "test_interpreted_unlike.py",
     "test_interpreted_bits.py",
     "test_picture.py",
     "test_channel_model.py",
     "test_accord.py",
+    "test_e2e.py",
+    "test_tour.py",
 )
 
 

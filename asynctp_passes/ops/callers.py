@@ -91,6 +91,24 @@ class Callers:
             check(SIGNATURES[op].named(arguments))
         return getattr(self._programs, op)(*SIGNATURES[op].in_order(arguments))
 
+    def _gather(
+        self, bs: Any, biases: Any, group: Any, return_a_full: bool, **arguments: Any
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Run the op of a gather: with lists of operands, and its group's name and size."""
+        name, size = group_and_size(group)
+        lists: dict[str, Any] = {"bs": (b_parts := as_list(bs)), "biases": optional_list(biases, len(b_parts))}
+        where = {"return_a_full": return_a_full, "group_size": size, "group_name": name}
+        return split_a_full(self._run("all_gather_matmul", **lists, **where, **arguments), return_a_full)
+
+    def _reduce(self, op: str, a: Any, b: Any, biases: Any, group: Any, factors: Any, **arguments: Any) -> Tensor:
+        """Run an op that reduces, in the same way."""
+        name, size = group_and_size(group)
+        lists: dict[str, Any] = {"a_parts": (a_parts := operands_of(op, a)), "b_parts": as_list(b)}
+        lists |= {"biases": optional_list(biases, len(a_parts)), "factors": numbers(factors)}
+        where = {"group_size": size} if "scatter_dim" in arguments else {}
+        out: Tensor = self._run(op, **lists, **where, group_name=name, **arguments)
+        return out
+
     @_of_kinds
     def all_gather_matmul(
         self,
@@ -127,19 +145,7 @@ class Callers:
         Source:
             torch.distributed._functional_collectives (all_gather_single) and torch.addmm.
         """
-        name, size = group_and_size(group)
-        b_parts = as_list(bs)
-        outs = self._run(
-            "all_gather_matmul",
-            a_shard=a_shard,
-            bs=b_parts,
-            biases=optional_list(biases, len(b_parts)),
-            gather_dim=gather_dim,
-            return_a_full=return_a_full,
-            group_size=size,
-            group_name=name,
-        )
-        return split_a_full(outs, return_a_full)
+        return self._gather(bs, biases, group, return_a_full, a_shard=a_shard, gather_dim=gather_dim)
 
     @_of_kinds
     def all_gather_scaled_matmul(
@@ -191,24 +197,9 @@ class Callers:
         Source:
             torch.distributed._functional_collectives (all_gather_single); torch._scaled_mm.
         """
-        name, size = group_and_size(group)
-        b_parts = as_list(bs)
-        outs = self._run(
-            "all_gather_matmul",
-            a_shard=a_shard,
-            a_scale=a_scale,
-            bs=b_parts,
-            b_scales=as_list(b_scales),
-            biases=optional_list(biases, len(b_parts)),
-            gather_dim=gather_dim,
-            gather_a_scale=gather_a_scale,
-            out_dtype=out_dtype,
-            use_fast_accum=use_fast_accum,
-            return_a_full=return_a_full,
-            group_size=size,
-            group_name=name,
-        )
-        return split_a_full(outs, return_a_full)
+        scales: dict[str, Any] = {"a_scale": a_scale, "b_scales": as_list(b_scales), "gather_a_scale": gather_a_scale}
+        scales |= {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+        return self._gather(bs, biases, group, return_a_full, a_shard=a_shard, gather_dim=gather_dim, **scales)
 
     @_of_kinds
     def matmul_reduce_scatter(
@@ -255,22 +246,13 @@ class Callers:
         Source:
             torch.distributed._functional_collectives (reduce_scatter_single) and torch.addmm.
         """
-        name, size = group_and_size(group)
-        a_parts = operands_of("matmul_reduce_scatter", a)
-        out: Tensor = self._run(
-            "matmul_reduce_scatter",
-            a_parts=a_parts,
-            b_parts=as_list(b),
-            biases=optional_list(biases, len(a_parts)),
-            reduce_op=reduce_op,
-            scatter_dim=scatter_dim,
-            group_size=size,
-            group_name=name,
-            sum_dtype=sum_dtype,
-            added=added,
-            factors=numbers(factors),
-        )
-        return out
+        given: dict[str, Any] = {
+            "reduce_op": reduce_op,
+            "scatter_dim": scatter_dim,
+            "sum_dtype": sum_dtype,
+            "added": added,
+        }
+        return self._reduce("matmul_reduce_scatter", a, b, biases, group, factors, **given)
 
     @_of_kinds
     def scaled_matmul_reduce_scatter(
@@ -326,26 +308,15 @@ class Callers:
         Source:
             torch.distributed._functional_collectives (reduce_scatter_single); torch._scaled_mm.
         """
-        name, size = group_and_size(group)
-        a_parts = operands_of("matmul_reduce_scatter", a)
-        out: Tensor = self._run(
-            "matmul_reduce_scatter",
-            a_parts=a_parts,
-            b_parts=as_list(b),
-            a_scales=as_list(a_scales),
-            b_scales=as_list(b_scales),
-            biases=optional_list(biases, len(a_parts)),
-            reduce_op=reduce_op,
-            scatter_dim=scatter_dim,
-            out_dtype=out_dtype,
-            use_fast_accum=use_fast_accum,
-            group_size=size,
-            group_name=name,
-            sum_dtype=sum_dtype,
-            added=added,
-            factors=numbers(factors),
-        )
-        return out
+        given: dict[str, Any] = {
+            "reduce_op": reduce_op,
+            "scatter_dim": scatter_dim,
+            "sum_dtype": sum_dtype,
+            "added": added,
+        }
+        given |= {"a_scales": as_list(a_scales), "b_scales": as_list(b_scales)}
+        given |= {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+        return self._reduce("matmul_reduce_scatter", a, b, biases, group, factors, **given)
 
     @_of_kinds
     def matmul_all_reduce(
@@ -389,20 +360,8 @@ class Callers:
         Source:
             torch.distributed._functional_collectives (all_reduce) and torch.addmm.
         """
-        name, _ = group_and_size(group)
-        a_parts = operands_of("matmul_all_reduce", a)
-        out: Tensor = self._run(
-            "matmul_all_reduce",
-            a_parts=a_parts,
-            b_parts=as_list(b),
-            biases=optional_list(biases, len(a_parts)),
-            reduce_op=reduce_op,
-            group_name=name,
-            sum_dtype=sum_dtype,
-            added=added,
-            factors=numbers(factors),
-        )
-        return out
+        given: dict[str, Any] = {"reduce_op": reduce_op, "sum_dtype": sum_dtype, "added": added}
+        return self._reduce("matmul_all_reduce", a, b, biases, group, factors, **given)
 
     @_of_kinds
     def scaled_matmul_all_reduce(
@@ -456,21 +415,7 @@ class Callers:
         Source:
             torch.distributed._functional_collectives (all_reduce); torch._scaled_mm.
         """
-        name, _ = group_and_size(group)
-        a_parts = operands_of("matmul_all_reduce", a)
-        out: Tensor = self._run(
-            "matmul_all_reduce",
-            a_parts=a_parts,
-            b_parts=as_list(b),
-            a_scales=as_list(a_scales),
-            b_scales=as_list(b_scales),
-            biases=optional_list(biases, len(a_parts)),
-            reduce_op=reduce_op,
-            out_dtype=out_dtype,
-            use_fast_accum=use_fast_accum,
-            group_name=name,
-            sum_dtype=sum_dtype,
-            added=added,
-            factors=numbers(factors),
-        )
-        return out
+        given: dict[str, Any] = {"reduce_op": reduce_op, "sum_dtype": sum_dtype, "added": added}
+        given |= {"a_scales": as_list(a_scales), "b_scales": as_list(b_scales)}
+        given |= {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+        return self._reduce("matmul_all_reduce", a, b, biases, group, factors, **given)

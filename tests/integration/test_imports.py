@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from asynctp_passes import Report
 
 ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
 
 
 # --- borders ---------------------------------------------------------------------------------------------------
-def test_the_graph_side_works_without_triton() -> None:
+def test_the_graph_side_works_without_triton(run_after_torch: Callable[[str], None]) -> None:
     """With triton and the kernels out of reach, the package imports and rewrites a graph."""
     program = """
 import sys
@@ -31,7 +35,7 @@ graph = b.returns(b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12])))
 assert len(asynctp_passes.run(graph, asynctp_passes.Config(strict="all")).fused) == 1
 assert not {"triton", "asynctp_kernels"} & set(sys.modules)
 """
-    run_program(program)
+    run_after_torch(program)
 
 
 def test_an_import_loads_no_compiler() -> None:
@@ -99,14 +103,16 @@ for arguments, said in (
     run_program(program)
 
 
-def test_ops_are_there_in_a_program_that_has_imported_torch() -> None:
+def test_ops_are_there_in_a_program_that_has_imported_torch(run_after_torch: Callable[[str], None]) -> None:
     """It may load an exported program, which calls them by name and asks for nothing else of the package."""
-    run_program("import torch, asynctp_passes; torch.ops.asynctp.all_gather_matmul")
+    run_after_torch("import torch, asynctp_passes; torch.ops.asynctp.all_gather_matmul")
     run_program("import asynctp_passes, torch; asynctp_passes.ops; torch.ops.asynctp.all_gather_matmul")
-    run_program("import torch; assert callable(__import__('asynctp_passes').__dict__['run'])")  # as vLLM looks it up
+    run_after_torch(
+        "import torch; assert callable(__import__('asynctp_passes').__dict__['run'])"
+    )  # as vLLM looks it up
 
 
-def test_the_public_names_are_there() -> None:
+def test_the_public_names_are_there(run_after_torch: Callable[[str], None]) -> None:
     """Each by an attribute and by an import, and each is what it is at home."""
     program = """
 import asynctp_passes
@@ -117,10 +123,10 @@ assert by_import is asynctp_passes.reference is asynctp_passes.ops.reference is 
 assert run is asynctp_passes.pipeline.run
 assert all(getattr(asynctp_passes, name) is globals()[name] for name in asynctp_passes.__all__)
 """
-    run_program(program)
+    run_after_torch(program)
 
 
-def test_what_the_examples_compile_with_needs_no_installed_package() -> None:
+def test_what_the_examples_compile_with_needs_no_installed_package(run_after_torch: Callable[[str], None]) -> None:
     """A checkout on Python's path: torch looks names of backends up among the entry points of what is installed."""
     program = """
 import importlib.metadata
@@ -134,10 +140,10 @@ with mock.patch("importlib.metadata.entry_points", lambda **_: importlib.metadat
     assert "asynctp" not in torch._dynamo.list_backends()
     assert compiler("asynctp", "0", torch.device("cpu"))(layer)(torch.ones(2, 4)).shape == (2, 4)
 """
-    run_program(program)
+    run_after_torch(program)
 
 
-def test_importing_changes_nothing() -> None:
+def test_importing_changes_nothing(run_after_torch: Callable[[str], None]) -> None:
     """The import makes no process group and sets no Inductor option, environment variable or log handler."""
     program = """
 import logging, os
@@ -151,18 +157,47 @@ assert (dict(os.environ), inductor.get_config_copy(), list(logging.getLogger().h
 assert not torch.distributed.is_initialized()
 assert not logging.getLogger("asynctp_passes").handlers
 """
-    run_program(program)
+    run_after_torch(program)
 
 
-# --- private torch ---------------------------------------------------------------------------------------------
+# --- processes ---------------------------------------------------------------------------------------------------
 def run_program(program: str) -> None:
     """Run it in a process of its own, with the modules of `tests/support`; the test fails if it does."""
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT / "tests" / "support",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+        [sys.executable, "-c", program], cwd=SUPPORT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+_FORKS = """
+import os, runpy, sys
+import torch
+
+while path := sys.stdin.readline().strip():
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(path + ".err", os.O_WRONLY | os.O_CREAT), 2)
+        runpy.run_path(path)
+        sys.stderr.flush()
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run_after_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], None]]:
+    """What runs a program as `run_program` does, forked from a process that has imported torch and nothing else."""
+    folder, command = tmp_path_factory.mktemp("programs"), [sys.executable, "-c", _FORKS]
+    with subprocess.Popen(command, cwd=SUPPORT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        told, said = process.stdin, process.stdout
+        assert told is not None
+        assert said is not None
+
+        def run(program: str) -> None:
+            path = folder / f"{len(list(folder.iterdir()))}.py"
+            path.write_text(program)
+            print(path, file=told, flush=True)
+            status = said.readline().strip()
+            assert status == "0", path.with_suffix(".py.err").read_text()
+
+        yield run

@@ -206,7 +206,8 @@ def test_ahead_of_time() -> None:
             return program(x, w)
 
     exported = torch.export.export(Module(), (torch.ones(4, 16), torch.ones(16, 8)))
-    torch._inductor.aoti_compile_and_package(exported)
+    quick = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
+    torch._inductor.aoti_compile_and_package(exported, inductor_configs=quick)
     assert sum(len(report.fused) for report in asynctp_passes.reports()) == 1
 
 

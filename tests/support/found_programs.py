@@ -631,7 +631,7 @@ def _run(program: Found, rank: int) -> dict[str, Any]:
     logging.getLogger("asynctp_passes").addHandler(heard)
     options = {"strict": "off", "log": False, "fallback_by_default": True, **program.config}
     if program.late:
-        plain = torch.compile(function)
+        plain = torch.compile(function, options={"fallback_by_default": True})
         _results(program, plain, rank)
         with asynctp_passes.enable(asynctp_passes.Config(strict="off")):
             compiled = _results(program, plain, rank)

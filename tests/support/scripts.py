@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch
+import torch._inductor
 from ranks import PATIENCE, forking, take_environment
 
 _TESTS = Path(__file__).resolve().parents[1]
@@ -25,7 +27,8 @@ def run_script(path: Path, *arguments: str, cwd: Path, anew: bool = False) -> st
         path: The script.
         arguments: Its arguments.
         cwd: The folder in which it runs.
-        anew: Start Python for it. Else it is forked from a process that has torch, which takes seconds to import.
+        anew: Start Python for it. Else it is forked from a process that has torch, which takes seconds to import, and
+            Inductor calls aten's kernels there: C++ takes most of the time, and its graph passes are the same.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ASYNCTP_")}
     if anew:
@@ -52,7 +55,7 @@ def run_forked(
     paths: bool = False,
     timeout_s: float = 300,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process that is forked from one with torch.
+    """Run a script in a process that is forked from one with torch, where Inductor compiles no C++.
 
     Args:
         path: The script.
@@ -131,6 +134,8 @@ def _run(
         os.close(opened)
     os.chdir(cwd)
     take_environment(environment)
+    if "fallback_by_default" in torch._inductor.list_options():
+        torch._inductor.config.fallback_by_default = True
     sys.argv[:] = [str(path), *arguments]
     sys.path[:] = [
         str(path.parent),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ def step(program: Callable[..., Tensor], columns: int, rank: int, world_size: in
     return [y.detach(), *(leaf.grad for leaf in (x, *weights) if leaf.grad is not None)]
 
 
-def run_cases(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+def run_cases(rank: int, world_size: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Of each case: eager's values, compiled ones, whether each graph came sorted, and the counts of the reports."""
     found = {}
     came_sorted: list[bool] = []
@@ -104,7 +104,8 @@ def run_cases(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
 
     toposort.sort = watched
     torch.compiler.config.force_disable_caches = True  # in the environment it would need ranks forked anew
-    for name, (attention, columns, dynamic, _) in CASES.items():
+    for name in names:
+        attention, columns, dynamic, _ = CASES[name]
         torch._dynamo.reset()
         asynctp_passes.clear_reports()
         came_sorted.clear()

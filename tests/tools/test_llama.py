@@ -76,10 +76,8 @@ def curve(path: Path) -> dict[int, tuple[float, float]]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of 12 steps, checkpoints of steps 6 and 12, and the log."""
     folder = tmp_path_factory.mktemp("trained")
-    out = run_torchrun(
-        "train_llama.py", *STRICT, "--steps", "12", "--checkpoint-dir", "saved", "--checkpoint-every", "6",
-        "--loss-log", "log.jsonl", cwd=folder,
-    )  # fmt: skip
+    given = ["--steps", "12", "--checkpoint-dir", "saved", "--checkpoint-every", "6", "--loss-log", "log.jsonl"]
+    out = run_forked_ranks(EXAMPLES / "train_llama.py", *STRICT, *given, cwd=folder)
     assert "8 collectives fused, 0 missed in 2 compiled graphs" in out
     return folder
 
