@@ -34,6 +34,7 @@ __all__ = [
     "is_within",
     "product",
     "quotient",
+    "rounded_up",
     "same",
     "same_strides",
 ]
@@ -63,6 +64,14 @@ def divided(a: Size, b: Size) -> Size:
     result = quotient(a, b)
     assert result is not None, f"{a} is a multiple of {b} by construction"
     return result
+
+
+def rounded_up(size: Size, count: int) -> Size:
+    """The least multiple of a number that is no less than a size."""
+    if isinstance(size, int):
+        return -(-size // count) * count
+    above = size + count - 1
+    return canonical(count * _quotient(above, above, sympy.Integer(count)))
 
 
 def is_within(size: Size, least: int, most: int) -> bool:

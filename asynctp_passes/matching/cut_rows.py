@@ -15,7 +15,7 @@ from torch import fx
 
 from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.sizes import Size, Sizes, canonical, is_within, product, same
+from asynctp_passes.ir.sizes import Size, Sizes, canonical, is_within, product, rounded_up, same
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.propagation import Propagation
 
@@ -59,7 +59,7 @@ def _is_most(kept: Size, whole: Size, ranks: int) -> bool:
     cut = canonical(whole - kept)
     if isinstance(kept, int) and isinstance(cut, int):
         return 0 < cut <= max(min(ranks - 1, kept), min(2 * ranks, kept // 16))
-    return is_within(cut, 0, 2 * ranks)
+    return same(rounded_up(kept, ranks), whole) or is_within(cut, 0, 2 * ranks)
 
 
 def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cut]:
