@@ -67,12 +67,16 @@ class _Noted:
 
 @dataclass
 class _Call:
-    """A call of a function that is given up. first, end: the range of its autograd nodes' numbers, once it is over."""
+    """A call of a function that is given up. first, end: the range of its autograd nodes' numbers, once it is over.
+
+    code: What runs: the function's own, or Dynamo's, if `compiled` by another backend.
+    """
 
     code: CodeType
     given_up: GivenUp
     communicates: Communicates
     first: int
+    compiled: bool
     end: int | None = None
 
 
@@ -168,9 +172,11 @@ def _ask_of_frames() -> None:
     @functools.wraps(from_stance)
     def callback_from_stance(callback: Any) -> Any:
         chosen = from_stance(callback)
-        if (chosen is None or chosen is False) and callable(callback) and _noted_by(callback):
+        if not callable(callback) or not _noted_by(callback):
+            return chosen
+        if chosen is None or chosen is False:
             return _asking(callback, chosen is False)
-        return chosen
+        return _delaying(callback, chosen) if eval_frame._stance.stance.endswith("eager_then_compile") else chosen
 
     convert_frame.CatchErrorsWrapper.__call__ = call  # type: ignore[method-assign]
     eval_frame._callback_from_stance = callback_from_stance
@@ -195,6 +201,26 @@ def is_noted(callback: Any, code: CodeType) -> bool:
     return code in _noted_by(callback)
 
 
+def _delaying(callback: Any, chosen: Callable[..., Any]) -> Callable[..., Any]:
+    """The callback of a stance by which a function's first call is not compiled by its backend."""
+    from torch._dynamo import convert_frame, eval_frame
+
+    stance = eval_frame._stance.stance
+
+    def delay(frame: Any, *args: Any, **kwargs: Any) -> Any:
+        result, code = chosen(frame, *args, **kwargs), frame.f_code
+        noted = _noted_by(callback).get(code)
+        seen = eval_frame.get_example_inputs(code.co_filename + str(code.co_firstlineno))
+        if noted and len(seen) == 1 and convert_frame.has_tensor_in_frame(frame):
+            found = noted.given_up(f"torch.compiler.set_stance({stance!r}) is in force", _ONE_STANCE)
+            compiled = result.guarded_code
+            _await_collectives(code if compiled is None else compiled.code, noted, found, compiled is not None)
+        return result
+
+    delay._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # by which Dynamo knows its code
+    return delay
+
+
 def _asking(callback: Any, compiled: bool) -> Callable[..., Any]:
     """A callback that gives no code, for a stance without one. compiled: code that there is runs, if it fits."""
     from torch._dynamo import convert_frame, eval_frame, trace_rules
@@ -209,12 +235,15 @@ def _asking(callback: Any, compiled: bool) -> Callable[..., Any]:
         strategy, noted = torch._C._dynamo.eval_frame._FrameExecStrategy, _noted_by(callback).get(frame.f_code)
         if noted and convert_frame.has_tensor_in_frame(frame):
             reason = f"torch.compiler.set_stance({stance!r}) is in force"
-            _await_collectives(frame.f_code, noted, noted.given_up(reason, "set one stance on every rank"))
+            _await_collectives(frame.f_code, noted, noted.given_up(reason, _ONE_STANCE))
         return ConvertFrameReturn(frame_exec_strategy=strategy(actions.SKIP, actions.DEFAULT), apply_to_code=False)
 
     if compiled:
         ask._torchdynamo_orig_backend = callback  # type: ignore[attr-defined]  # by which Dynamo knows its code
     return ask
+
+
+_ONE_STANCE = "set one stance on every rank"
 
 
 # --- collectives of what is given up ------------------------------------------------------------------------------
@@ -226,10 +255,10 @@ _COLLECTIVES = (*_ON_WIRE, "broadcast_", "alltoall_base_")
 """The `c10d` ops of collectives that Dynamo takes into graphs; of these those that may go by asynctp's wire there."""
 
 
-def _await_collectives(code: CodeType, noted: _Noted, given_up: GivenUp) -> None:
+def _await_collectives(code: CodeType, noted: _Noted, given_up: GivenUp, compiled: bool = False) -> None:
     """Have the first collective of a call that begins now told of, in each of the function's groups."""
     _hook_collectives()
-    call = _Call(code, given_up, noted.communicates, torch._C._autograd._get_sequence_nr())
+    call = _Call(code, given_up, noted.communicates, torch._C._autograd._get_sequence_nr(), compiled)
     for group in noted.groups:
         _calls.pop((group, code), None)
         _calls[group, code] = call  # the last, on all ranks that give the same functions up
@@ -289,7 +318,7 @@ def _belongs_to(call: _Call, frame: FrameType | None) -> bool:
     if node is not None and call.first <= node._sequence_nr() and (call.end is None or node._sequence_nr() < call.end):
         return True  # of its backward; the call itself may be in another function's
     way = _way_to(call.code, frame)
-    return call.end is None and bool(way) and not any(map(_is_disabled, way))
+    return call.end is None and bool(way) and (call.compiled or not any(map(_is_disabled, way)))
 
 
 def _way_to(code: CodeType, frame: FrameType | None) -> list[FrameType]:

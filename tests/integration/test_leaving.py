@@ -379,14 +379,17 @@ def test_a_call_without_collectives_waits_for_nobody(wire: bool, request: pytest
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("stance", "rights"), [("force_eager", 2), ("eager_on_recompile", 3)])
+@pytest.mark.parametrize(
+    ("stance", "rights"),
+    [("force_eager", 2), ("eager_on_recompile", 3), ("eager_then_compile", 3), ("aot_eager_then_compile", 3)],
+)
 def test_a_stance_of_one_rank(on_wire: None, stance: str, rights: int) -> None:
     ended = run_ranks(2, under_stance, stance, True)
     check_left(ended, rights, f"set_stance('{stance}') is in force", "set one stance on every rank")
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile", "aot_eager_then_compile"])
 def test_a_stance_of_all_ranks(on_wire: None, stance: str) -> None:
     check_right(run_ranks(2, under_stance, stance, False))
 

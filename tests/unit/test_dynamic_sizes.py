@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from asynctp_passes.ir.sizes import Sizes, express, is_within, quotient
+from asynctp_passes.matching.cut_rows import _is_most
 
 
 @dataclass(frozen=True)
@@ -360,6 +361,35 @@ def test_what_divisions_leave_is_bounded(left: Callable[[Any], Any], values: tup
     size = Sizes(b.graph).read(left(b.input("x", [15, 8], dynamic=0).meta["val"].shape[0]))
     assert is_within(size, *(values or (0, 1000))) == (values is not None)
     assert not (values and is_within(size, values[0], values[1] - 1))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda x, y: x,
+        lambda x, y: x + y,
+        lambda x, y: x * y,
+        lambda x, y: (x + y + 1) // 2,
+    ],
+)
+@pytest.mark.parametrize(
+    ("padded", "is_padding"),
+    [
+        (lambda n: (n + 3) // 4 * 4, True),
+        (lambda n: n + -n % 4, True),
+        (lambda n: n + 4, True),
+        (lambda n: 2 * n, False),
+        (lambda n: n + 9, False),
+    ],
+)
+def test_most_rows_are_kept_where_a_padding_is_cut(
+    padded: Callable[[Any], Any], is_padding: bool, rows: Callable[[Any, Any], Any]
+) -> None:
+    """Of as many sizes as the number of rows is made of."""
+    b = GraphBuilder()
+    x, y = (b.input(name, [size, 8], dynamic=0).meta["val"].shape[0] for name, size in (("x", 15), ("y", 14)))
+    sizes, number = Sizes(b.graph), rows(x, y)
+    assert _is_most(sizes.read(number), sizes.read(padded(number)), 4) == is_padding
 
 
 @pytest.mark.parametrize(
