@@ -283,7 +283,8 @@ def _hook_collectives() -> Any:
         return set_eval_frame(callback)
 
     eval_frame.set_eval_frame = ended
-    eval_frame.skip_code(_collective.__code__)
+    for own in (ended, _way_to, _collective):  # they are called where frames are compiled
+        eval_frame.skip_code(own.__code__)
     tell = torch.compiler.disable(_tell_of_collective)  # type: ignore[no-untyped-call]
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name in _COLLECTIVES:

@@ -26,7 +26,7 @@ from torch.distributed._functional_collectives import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from asynctp_passes.torch_private import process_groups
+from asynctp_passes.torch_private import giving_up, process_groups
 
 OPTIONS: dict[str, Any] = {"strict": "off", "log": False, "fallback_by_default": True}
 SOON_S = 5.0
@@ -386,6 +386,30 @@ def test_a_call_without_collectives_waits_for_nobody(wire: bool, request: pytest
 def test_a_stance_of_one_rank(on_wire: None, stance: str, rights: int) -> None:
     ended = run_ranks(2, under_stance, stance, True)
     check_left(ended, rights, f"set_stance('{stance}') is in force", "set one stance on every rank")
+
+
+class Keeps:
+    """A compiler that has a tensor: Dynamo compiles frames that are given it, if they are not left out."""
+
+    def __init__(self) -> None:
+        self.kept = torch.ones(2)
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: Any) -> Any:
+        return module.forward
+
+
+def compiled_after_one_was_given_up(rank: int, _: int) -> bool:
+    giving_up._hook_collectives()
+    doubled = torch.compile(lambda x: 2 * x, backend=Keeps(), fullgraph=True)
+    both = torch.compile(lambda x: doubled(x) + 1, backend=Keeps(), fullgraph=True)
+    return torch.equal(doubled(torch.ones(2)), torch.full((2,), 2.0)) and torch.equal(
+        both(torch.ones(2)), 3 * torch.ones(2)
+    )
+
+
+@pytest.mark.ranks
+def test_what_is_compiled_after_a_function_was_given_up_has_no_frame_of_ours() -> None:
+    assert run_ranks(2, compiled_after_one_was_given_up) == [True, True]
 
 
 @pytest.mark.ranks

@@ -571,12 +571,16 @@ def case_scatter_beside_a_product(mesh: DeviceMesh) -> tuple[Report, ...]:
     assert_close(list(actual), list(program(*inputs)))
     (report,) = asynctp_passes.reports()
     assert [remark.code for remark in report.others] == ["ATP405"], report
-    calls = [line for line in codes[-1].splitlines() if "= torch.ops." in line]
-    ops = ("asynctp.reduce_scatter.", "aten.mm.", "asynctp.wait.")
+    calls = [
+        line.strip()
+        for line in codes[-1].splitlines()
+        if re.search(r"buf\d+ = (torch\.ops|asynctp_)|extern_kernels", line)
+    ]
+    ops = ("asynctp_reduce_scatter_", "mm", "asynctp_wait_")
     places = [next(index for index, call in enumerate(calls) if op in call) for op in ops]
     assert places == sorted(places), calls
     started, _, waited = (calls[place] for place in places)
-    source = re.search(r"reduce_scatter\.default\((\w+),", started)
+    source = re.search(r"reduce_scatter_\w+\((\w+)\)", started)
     assert source is not None, started
     assert waited.endswith(f", {source[1]})"), f"its memory is free before: {started}; {waited}"
     return (report,)
