@@ -75,7 +75,7 @@ class Context:
         unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
         tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`), as far as candidates have told;
             others move parameters and their gradients.
-        with_weights: Names of groups of which a gather is surely of a parameter: it is a matmul's right operand.
+        with_weights: Names of groups that gather a parameter for certain: as a matmul's right operand.
         words: What the graph's deviations are called.
         answers: What the ranks said to deviations, by group. Before they were asked a group is missing, and may do all.
         blind: The collectives by whose calls no unlike call of a peer would be found (`blind_calls`).
@@ -248,7 +248,7 @@ def is_tensor_parallel(candidate: Candidate, with_weights: Collection[str] = ())
 
     Args:
         candidate: The candidate.
-        with_weights: The groups of which a gather is surely of a parameter.
+        with_weights: Names of groups that gather a parameter for certain.
     """
     missed = any(one.reason.in_scope and one.reason is not reasons.NOT_ROWWISE for one in candidate.refusals)
     weights = candidate.weights or _is_beside_weights(candidate, with_weights)

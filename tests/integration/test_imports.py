@@ -188,7 +188,7 @@ while path := sys.stdin.readline().strip():
 
 @pytest.fixture(scope="module")
 def run_after_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], None]]:
-    """What runs a program as `run_program` does, forked from a process that has imported torch and nothing else."""
+    """A function that runs a program as `run_program` does, in a fork of a process that has imported torch alone."""
     folder, command = tmp_path_factory.mktemp("programs"), [sys.executable, "-c", _FORKS]
     with subprocess.Popen(command, cwd=SUPPORT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         told, said = process.stdin, process.stdout

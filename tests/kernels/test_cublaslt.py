@@ -176,7 +176,7 @@ def test_the_first_algorithm_that_is_alike_is_taken(kind: dict[str, Any], librar
 @pytest.mark.usefixtures("ours")
 def test_other_bits_are_told_and_not_taken(library: CublasLt, caplog: pytest.LogCaptureFixture) -> None:
     library.able = lambda workspace, schemes: [Algorithm(1, error=2**-12)]
-    for _ in range(2):  # plans, of which each tells it
+    for _ in range(2):  # each plan warns
         assert compared(operands(136, 64, 32)) is None
     assert len(library.log) == 2
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2

@@ -352,7 +352,7 @@ class Machine:
             entry.made(entry.stream, *entry.values)
 
     def note_beside(self, made: Any, values: tuple[int, ...]) -> bool:
-        """What replaces the driver's."""
+        """Stand in for `driver.note_beside`."""
         if self.dry:
             self.do(Multiplied(GRAPH, made, values))
         return self.dry

@@ -385,7 +385,7 @@ def test_what_divisions_leave_is_bounded(left: Callable[[Any], Any], values: tup
 def test_most_rows_are_kept_where_a_padding_is_cut(
     padded: Callable[[Any], Any], is_padding: bool, rows: Callable[[Any, Any], Any]
 ) -> None:
-    """Of as many sizes as the number of rows is made of."""
+    """However many sizes make up the number of rows."""
     b = GraphBuilder()
     x, y = (b.input(name, [size, 8], dynamic=0).meta["val"].shape[0] for name, size in (("x", 15), ("y", 14)))
     sizes, number = Sizes(b.graph), rows(x, y)

@@ -120,9 +120,12 @@ class BoundCollective(Bound):
     def __init__(self, call: Any, memory: GroupMemory, plan: Any) -> None:
         super().__init__(call, memory, plan, moved)
         self._gathers, self._whole = call.op == "all_gather", call.op == "all_reduce"
-        first, world = call.first, memory.world
-        rows = {"all_gather": lambda m: m * world, "reduce_scatter": lambda m: m // world}.get(call.op, int)
-        self._shape = (*map(rows, first.shape[:1]), *first.shape[1:])
+        shape = list(call.first.shape)
+        if self._gathers:
+            shape[0] *= memory.world
+        elif not self._whole:
+            shape[0] //= memory.world
+        self._shape = tuple(shape)
 
     def __call__(self, tensor: Tensor) -> Tensor | None:
         """Make the call. Of a result in flight, `moves.land` lets the current stream wait for it.

@@ -158,18 +158,17 @@ def _reduction(
 
 
 def _key(memory: GroupMemory, kind: str, rows: Tensor, *facts: Any) -> tuple[Any, ...]:
-    """Give what the plan of a call without a matmul is found by."""
+    """Give the key of the plan of a call without a matmul."""
     return ("moved", kind, memory.skipped, select.requested(), *facts, *keys_of(rows))
 
 
 def plan_of(call: Any, memory: GroupMemory) -> Any:
     """The plan of a collective that its op has made: with the op's arguments. None where NCCL made it, or nobody."""
     tensor = call.first.contiguous()
-    if call.op == "all_gather":
-        return memory.plans.get(_key(memory, call.op, rows_of(tensor), call.all_keep, call.accord, call.group_size))
-    if call.op == "reduce_scatter":
-        return memory.plans.get(_key(memory, call.op, rows_of(tensor), call.reduce_op, call.accord, call.group_size))
-    return memory.plans.get(_key(memory, call.op, tensor.view(1, -1), call.reduce_op, call.accord))
+    if call.op == "all_reduce":
+        return memory.plans.get(_key(memory, call.op, tensor.view(1, -1), call.reduce_op, call.accord))
+    how = call.all_keep if call.op == "all_gather" else call.reduce_op
+    return memory.plans.get(_key(memory, call.op, rows_of(tensor), how, call.accord, call.group_size))
 
 
 def rows_of(tensor: Tensor) -> Tensor:

@@ -221,7 +221,7 @@ CUBLAS_FROM = 128
 
 
 def cublas_is_faster(rows: int, widths: Sequence[int], programs: int) -> bool:
-    """The same of one matmul for each B, where ours is one for all: that saves waves, each of which takes longer."""
+    """Whether cuBLAS is faster than our kernels, by a matmul for each B; ours is one for all, which may save waves."""
     apart = sum(waves(rows, width, 128, 128, programs) for width in widths)
     return rows > CUBLAS_FROM and apart <= 1.15 * waves(rows, sum(widths), 128, 128, programs)
 
