@@ -467,6 +467,8 @@ def gemm_kernel(
                     if EARLY:
                         in_block = q + tl.arange(0, BM)
                         of_rows = tl.load(a_scale0 + block * inner + in_block, mask=in_block < inner, other=0.0)
+                        if B_SCALE == 1:
+                            of_rows = of_rows * tl.load(b_scale0)
                     if B_SCALE == 2:
                         cols = col + tl.arange(0, BN)
                         prefetch(b_scale0 + cols, cols < n)
@@ -510,7 +512,7 @@ def gemm_kernel(
             if not BIAS:
                 bias = None
             if EARLY:
-                acc = acc * of_rows[:, None]
+                acc = acc * of_rows[:, None]  # of B's one element, too
             acc = scale_and_bias(
                 acc, a_scale, rows, in_block < inner, b_scale, bias, cols, cols < n, 0 if EARLY else A_SCALE, B_SCALE
             )
