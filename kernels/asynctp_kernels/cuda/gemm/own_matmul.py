@@ -163,23 +163,36 @@ def _kernel(
 def _is_alike(i: int, made: Matmul, call: Any, fast: bool) -> bool:
     """Whether a matmul of cuBLASLt has the bits of our kernel, of just these sizes.
 
-    An algorithm that does not cut K has one order for all elements, which no number changes. Another order than ours
-    rounds one of some hundreds of random sums otherwise. Sums of small whole numbers are exact: with `_TELLING` scales
-    they tell whether these are one factor, as they are in ours.
+    An algorithm that does not cut K has one order for all elements, which no number changes. Sums whose terms cancel are
+    nothing but what was rounded on the way: another order gives most of them another value, however short they are.
+    Random sums tell how a bias is added. Sums of small whole numbers are exact: with `_TELLING` scales they tell whether
+    these are one factor, as they are in ours.
     """
     a, bs, outs, _, b_scales, biases = call
+    k = a.shape[1]
     random = torch.Generator(a.device).manual_seed(_SEED)
+    places = torch.randperm(k, generator=random, device=a.device)
 
-    def like(tensor: Tensor, whole: bool) -> Tensor:
-        filled = torch.empty(tensor.shape, dtype=torch.bfloat16, device=a.device)
-        _ = filled.random_(-2, 3, generator=random) if whole else filled.normal_(generator=random)
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=a.device).copy_(filled)
+    def filled(tensor: Tensor, by: str) -> Tensor:
+        numbers = torch.empty(tensor.shape, dtype=torch.bfloat16, device=a.device)
+        return numbers.random_(-2, 3, generator=random) if by == "whole" else numbers.normal_(generator=random)
 
-    def agree(whole: bool) -> bool:
+    def cancelling(tensor: Tensor, dim: int) -> Tensor:
+        """Of A or B, whose K is `dim`: the products of one half of K are those of the other half, negative in B."""
+        numbers = filled(tensor, "cancelling")
+        half = (numbers * 2.0 ** filled(tensor, "whole")).narrow(dim, 0, k // 2)
+        return torch.cat([half, half if dim else -half], dim).index_select(dim, places)
+
+    def like(tensor: Tensor, numbers: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=a.device).copy_(numbers)
+
+    def agree(by: str) -> bool:
         ours, theirs = (torch.empty_like(outs[i]) for _ in range(2))
-        like_a, like_b = like(a, whole), [like(bs[i], whole)]
+        pair = [cancelling(a, 1), cancelling(bs[i], 0)] if by == "cancelling" else [filled(a, by), filled(bs[i], by)]
+        like_a, like_b = like(a, pair[0]), [like(bs[i], pair[1])]
         of_a, of_b = (torch.full((1,), scale, device=a.device) for scale in _TELLING)
-        bias = [None if each is None else like(each, whole) for each in biases[i : i + 1]]
+        small = by == "cancelling"  # beside a bias, what cancels is nothing
+        bias = [None if each is None else like(each, filled(each, by) * (not small)) for each in biases[i : i + 1]]
         scales: tuple[Tensor | None, list[Tensor]] = (of_a, [of_b]) if b_scales else (None, [])
         stream = driver.current_stream(a.device.index)
         kernel = _kernel(like_a, like_b, [ours], *scales, bias, 1.0, fast)
@@ -188,4 +201,4 @@ def _is_alike(i: int, made: Matmul, call: Any, fast: bool) -> bool:
         return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
     with gpu.relaxed_captures():
-        return agree(False) and (not b_scales or agree(True))
+        return all(agree(by) for by in ("cancelling", "random", "whole")[: 2 + bool(b_scales)])
