@@ -180,7 +180,7 @@ def _is_alike(i: int, made: Matmul, call: Any, fast: bool) -> bool:
     def cancelling(tensor: Tensor, dim: int) -> Tensor:
         """Of A or B, whose K is `dim`: the products of one half of K are those of the other half, negative in B."""
         numbers = filled(tensor, "cancelling")
-        half = (numbers * 2.0 ** filled(tensor, "whole")).narrow(dim, 0, k // 2)
+        half = (numbers * 8.0 ** filled(tensor, "whole")).narrow(dim, 0, k // 2)
         return torch.cat([half, half if dim else -half], dim).index_select(dim, places)
 
     def like(tensor: Tensor, numbers: Tensor) -> Tensor:
