@@ -56,9 +56,9 @@ _VARIANT = (
     "how many rows there are, as those of its matmuls do"
 )
 _ROWS_ALONE = (
-    "Inductor's coordinate_descent_tuning makes a matmul of one row a sum of products, so a row alone has other bits than "
-    'in a batch. Set torch._inductor.config.coordinate_descent_tuning = False, and leave out mode="max-autotune", which '
-    "switches it on"
+    "Inductor's coordinate_descent_tuning makes a matmul of one row a sum of products, so a row alone has other bits "
+    "than in a batch. Set torch._inductor.config.coordinate_descent_tuning = False, and leave out "
+    'mode="max-autotune", which switches it on'
 )
 _UNSHARDED = (
     "at best the sum overlaps with the matmul, and sending it to all ranks does not; shard activations over the "

@@ -58,8 +58,8 @@ def scale_and_bias(
 ) -> tl.tensor:
     """acc * a_scale * b_scale + bias, all in fp32; B's one element is multiplied by A's first, as cuBLAS has them.
 
-    A scale is absent (0), one element (1) or rowwise, read at `a_rows` and `cols` (2). `bias_ptr` may be None. The scale
-    of one row has one element, too: so the order may not depend on which of both A's is.
+    A scale is absent (0), one element (1) or rowwise, read at `a_rows` and `cols` (2). `bias_ptr` may be None. The
+    scale of one row has one element, too: so the order may not depend on which of both A's is.
     """
     if A_SCALE == 1:
         factor = tl.load(a_scale_ptr)

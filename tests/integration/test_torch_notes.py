@@ -73,7 +73,7 @@ def test_a_matmul_of_one_row_that_inductor_decomposed() -> None:
 
     def notes(invariant: str) -> list[Note]:
         b = GraphBuilder()
-        x, w = b.input("x", [1, 64], torch.bfloat16, device="cuda"), b.input("w", [64, 8], torch.bfloat16, device="cuda")
+        x, w = (b.input(name, sizes, torch.bfloat16, device="cuda") for name, sizes in (("x", [1, 64]), ("w", [64, 8])))
         wide = [b.call(torch.ops.aten.unsqueeze.default, *each) for each in ((x, 2), (w, 0))]
         total = b.call(torch.ops.aten.sum.dim_IntList, b.mul(*wide), [1])
         return list(run_pass(b.returns(b.all_reduce(total)), invariant=invariant).notes)

@@ -21,7 +21,7 @@ _MATMUL = (*[ctypes.c_void_p] * 14, ctypes.c_size_t, ctypes.c_void_p)
 
 @dataclass(frozen=True)
 class Algorithm:
-    """parts: of K. scheme: how they are added up. error: of what it makes, relative. rounds: sums are fp32, not exact."""
+    """parts: of K. scheme: how they are added up. error: of what it makes, relative. rounds: sums are not exact."""
 
     number: int
     parts: int = 1

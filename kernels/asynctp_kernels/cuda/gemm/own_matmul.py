@@ -163,10 +163,10 @@ def _kernel(
 def _is_alike(i: int, made: Matmul, call: Any, fast: bool) -> bool:
     """Whether a matmul of cuBLASLt has the bits of our kernel, of just these sizes.
 
-    An algorithm that does not cut K has one order for all elements, which no number changes. Sums whose terms cancel are
-    nothing but what was rounded on the way: another order gives most of them another value, however short they are.
-    Random sums tell how a bias is added. Sums of small whole numbers are exact: with `_TELLING` scales they tell whether
-    these are one factor, as they are in ours.
+    An algorithm that does not cut K has one order for all elements, which no number changes. Sums whose terms cancel
+    are nothing but what was rounded on the way: another order gives most of them another value, however short they
+    are. Random sums tell how a bias is added. Sums of small whole numbers are exact: with `_TELLING` scales they tell
+    whether these are one factor, as they are in ours.
     """
     a, bs, outs, _, b_scales, biases = call
     k = a.shape[1]
