@@ -169,30 +169,33 @@ def _is_alike(i: int, made: Matmul, call: Any, fast: bool) -> bool:
     whether these are one factor, as they are in ours.
     """
     a, bs, outs, _, b_scales, biases = call
-    k = a.shape[1]
+    half = a.shape[1] // 2
     random = torch.Generator(a.device).manual_seed(_SEED)
-    places = torch.randperm(k, generator=random, device=a.device)
 
-    def filled(tensor: Tensor, by: str) -> Tensor:
-        numbers = torch.empty(tensor.shape, dtype=torch.bfloat16, device=a.device)
+    def filled(sizes: Sequence[int], by: str) -> Tensor:
+        numbers = torch.empty(tuple(sizes), dtype=torch.bfloat16, device=a.device)
         return numbers.random_(-2, 3, generator=random) if by == "whole" else numbers.normal_(generator=random)
 
     def cancelling(tensor: Tensor, dim: int) -> Tensor:
         """Of A or B, whose K is `dim`: the products of one half of K are those of the other half, negative in B."""
-        numbers = filled(tensor, "cancelling")
-        half = (numbers * 8.0 ** filled(tensor, "whole")).narrow(dim, 0, k // 2)
-        return torch.cat([half, half if dim else -half], dim).index_select(dim, places)
+        sizes = [half if each == dim else size for each, size in enumerate(tensor.shape)]
+        numbers = filled(sizes, "random").mul_(filled(sizes, "whole").mul_(3).exp2_())  # of many magnitudes
+        made = torch.empty(tensor.shape, dtype=numbers.dtype, device=a.device)
+        made.index_copy_(dim, order[:half], numbers)
+        return made.index_copy_(dim, order[half:], numbers if dim else numbers.neg_())
 
     def like(tensor: Tensor, numbers: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=a.device).copy_(numbers)
 
     def agree(by: str) -> bool:
         ours, theirs = (torch.empty_like(outs[i]) for _ in range(2))
-        pair = [cancelling(a, 1), cancelling(bs[i], 0)] if by == "cancelling" else [filled(a, by), filled(bs[i], by)]
-        like_a, like_b = like(a, pair[0]), [like(bs[i], pair[1])]
+        cancels = by == "cancelling"  # beside a bias, such a sum is nothing
+        of_both = ((a, 1), (bs[i], 0))
+        numbers = [cancelling(*each) if cancels else filled(each[0].shape, by) for each in of_both]
+        like_a, like_b = like(a, numbers[0]), [like(bs[i], numbers[1])]
         of_a, of_b = (torch.full((1,), scale, device=a.device) for scale in _TELLING)
-        small = by == "cancelling"  # beside a bias, what cancels is nothing
-        bias = [None if each is None else like(each, filled(each, by) * (not small)) for each in biases[i : i + 1]]
+        beside = [None if each is None else filled(each.shape, by) * (not cancels) for each in biases[i : i + 1]]
+        bias = [each if each is None else like(biases[i], each) for each in beside]
         scales: tuple[Tensor | None, list[Tensor]] = (of_a, [of_b]) if b_scales else (None, [])
         stream = driver.current_stream(a.device.index)
         kernel = _kernel(like_a, like_b, [ours], *scales, bias, 1.0, fast)
@@ -201,4 +204,5 @@ def _is_alike(i: int, made: Matmul, call: Any, fast: bool) -> bool:
         return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
     with gpu.relaxed_captures():
+        order = torch.randperm(2 * half, generator=random, device=a.device)
         return all(agree(by) for by in ("cancelling", "random", "whole")[: 2 + bool(b_scales)])
