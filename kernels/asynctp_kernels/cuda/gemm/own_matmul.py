@@ -177,7 +177,7 @@ def _is_alike(i: int, made: Matmul, call: Any, fast: bool) -> bool:
         return numbers.random_(-2, 3, generator=random) if by == "whole" else numbers.normal_(generator=random)
 
     def cancelling(tensor: Tensor, dim: int) -> Tensor:
-        """Of A or B, whose K is `dim`: the products of one half of K are those of the other half, negative in B."""
+        """Numbers for A or B, whose K is `dim`: the products of one half of K are those of the other, negative in B."""
         sizes = [half if each == dim else size for each, size in enumerate(tensor.shape)]
         numbers = filled(sizes, "random").mul_(filled(sizes, "whole").mul_(3).exp2_())  # of many magnitudes
         made = torch.empty(tensor.shape, dtype=numbers.dtype, device=a.device)
