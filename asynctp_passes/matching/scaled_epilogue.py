@@ -217,12 +217,9 @@ def _keeps_range(way: Sequence[fx.Node]) -> bool:
 
 
 def _in_order(factors: Sequence[Factor], scales: Sequence[fx.Node | None], outer: bool) -> bool:
-    """True where the op's scales are multiplied by in the program's order, or the first is no larger than 1.
-
-    The op multiplies a number for B by A's scale first.
-    """
+    """True where the op's scales are multiplied by in the program's order, or the first is no larger than 1."""
     first, *others = [scale for scale in scales if scale is not None]
-    alike = not outer and factors[-1][0] == "column" and [factor for _, factor in factors] == [first, *others]
+    alike = not outer and [factor for _, factor in factors] == [first, *others]
     return alike or not others or _is_gate(first)
 
 

@@ -82,6 +82,7 @@ RECIPES = (
     Recipe("fp8-row", FP8, scales="row", travels=True, reduce_op="avg"),
     Recipe("fp8-row-bias", FP8, scales="row", bias=True, factors=(0.25,)),
     Recipe("fp8-row-one", FP8, scales="row-one", travels=True, out_dtype=FP32),
+    Recipe("bf16-row-one", scales="row-one", out_dtype=FP32),
     Recipe("fp8-row-precise", FP8, scales="row", fast=False, travels=True),
     Recipe("bf16-several", several=2, added=True, factors=(1.0, -0.5, 2.0), ns=(72,) if IS_INTERPRETED else (2560,)),
     Recipe("fp8-row-several", FP8, scales="row", several=2),

@@ -17,7 +17,7 @@ from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, Tiles, cublas_i
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
 from asynctp_kernels.cuda.gemm.cublaslt import Matmul, Matmuls, alike_matmuls
 from asynctp_kernels.cuda.gemm.few_rows import FewRows
-from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
+from asynctp_kernels.cuda.gemm.gemm import b_descriptor, b_scale_mode, prepare_gemm, scale_mode
 from asynctp_kernels.cuda.runtime import driver as gpu
 from asynctp_kernels.cuda.runtime.launch import Tma, aligned, aligned_columns, dense, describe, grid, outlines
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -63,7 +63,7 @@ class WholeGemm:
             words=self.unused, done_ptr=self.unused, outer=1, inner=q, k=(k,), n=widths, rank=0, world=chunks,
             chunk_size=row_tiles, own_tiles=row_tiles, value=0,
         )  # fmt: skip
-        modes = (scale_mode(a_scale), scale_mode(b_scales[0] if b_scales else None))
+        modes = (scale_mode(a_scale), b_scale_mode(b_scales, bs))
         self.launch = prepare_gemm(
             args.listed(self.unused.view(torch.float32)), programs, 1, tiles, bs, bias, modes, out_dtype,
             gathers=True, async_input=True, factor=factor,

@@ -345,6 +345,8 @@ def multiply_tiles(
             cols = (tile_n - first) * BN + i * PART + gl.arange(0, PART, gl.SliceLayout(0, PART_LAYOUT))
             if A_SCALE > 0:
                 part = part * of_rows
+            if B_SCALE == 3:
+                part = part * gl.load(pick(number, b_scales, COUNT))
             if B_SCALE == 2:
                 part = part * gl.load(pick(number, b_scales, COUNT) + cols, mask=cols < n, other=0.0)[None, :]
             if BIAS:
