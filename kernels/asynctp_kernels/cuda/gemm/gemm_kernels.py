@@ -349,8 +349,8 @@ def gemm_kernel(
         own scales; with several there is no bias.
 
     A chunk is `chunk_size` rows of a gather's source, or row tiles of a scatter's destination; of a scatter's own rows,
-    `own_tiles` row tiles. A scale is absent (0), one element (1, 3), or one per row or column (2). A matmul is rounded to
-    ROUNDED, multiplied by FACTOR, and stored as OUT, which may be wider.
+    `own_tiles` row tiles. A scale is absent (0), one element (1, 3), or one per row or column (2). A matmul is rounded
+    to ROUNDED, multiplied by FACTOR, and stored as OUT, which may be wider.
     """
     tiles_q = tl.cdiv(inner, BM)
     tiles_m = outer * tiles_q
