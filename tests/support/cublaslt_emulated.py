@@ -112,10 +112,11 @@ class CublasLt:
         left = left.t() if told["attribute", TRANSPOSED] else left
         made = (left.double() @ right.double()).float()
         if scales[0]:
-            by_rows = [told.get(("attribute", mode), 0) == OF_ROWS for mode in MODES]
-            of_b, of_a = (made.shape if all(by_rows) else (1, 1))
-            assert any(by_rows) == all(by_rows)
-            made *= at(scales[0], (of_b, 1), torch.float32) * at(scales[1], (1, of_a), torch.float32)
+            by_rows = {told.get(("attribute", mode), 0) for mode in MODES}
+            (b_rows, a_rows) = made.shape if by_rows == {OF_ROWS} else (1, 1)
+            assert len(by_rows) == 1
+            b_scale, a_scale = at(scales[0], (b_rows, 1), torch.float32), at(scales[1], (1, a_rows), torch.float32)
+            made = made * a_scale * b_scale if by_rows == {OF_ROWS} else made * (a_scale * b_scale)
         if told.get(("attribute", EPILOGUE)) == 4:
             made += at(bias, (made.shape[0], 1), DTYPES[told["attribute", BIAS_TYPE]]).float()
         error = self._seen[ctypes.c_uint64.from_address(algorithm).value].error
