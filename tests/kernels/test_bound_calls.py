@@ -377,7 +377,7 @@ def test_its_order_is_that_of_python(kind: str, stream: str, flying: str, monkey
             _, log = made_by(here, lambda one=one, given=given: one(*given))
             enqueued = [entry for entry in log if not getattr(entry, "at_launch", False)]
             events = [(type(entry), entry.event, entry.stream) for entry in enqueued if hasattr(entry, "event")]
-            order.group -= here.memory.number
+            order.group = order.group == here.memory.number
             fields = [getattr(order, name) for name, _ in order._fields_]
             logs.append((events, [type(entry) for entry in log], fields, len(moves.flying)))
             moves.flying.clear()
