@@ -327,7 +327,7 @@ class GroupMemory:
             return self.in_flight(stream, gathers)
 
     def flight(self, gathers: bool) -> tuple[int, ...]:
-        """What `site.c` makes such calls with."""
+        """The numbers that `site.c` makes such calls with."""
         landed, _ = self.gathers[False]
         return self.stream, self.reducer, self.start, self.flown, landed * gathers
 
