@@ -29,9 +29,9 @@ _TYPES = {
 }  # fmt: skip
 #: attributes of a description of a matmul; an epilogue; an address for a choice that looks whether there is one
 _TRANSPOSED, _EPILOGUE, _BIAS, _B_SCALE, _A_SCALE, _FAST, _BIAS_TYPE = 3, 7, 8, 17, 18, 25, 26
-_B_SCALES, _A_SCALES = 31, 32  # since cuBLAS 12.9, which takes these of rows on compute capability 9 only
-_OF_ROWS = 3
 _WITH_BIAS, _ANY_ADDRESS = 4, 1 << 20
+#: attributes that say how scales are read, and the value for those of rows: since cuBLAS 12.9, on compute capability 9
+_B_SCALES, _A_SCALES, _OF_ROWS = 31, 32, 3
 #: attributes of a preference, and of an algorithm
 _WORKSPACE, _SCHEMES, _ALIGNMENTS, _PARTS, _SCHEME = 1, 3, (5, 6, 7, 8), 2, 3
 #: a workspace as PyTorch has it, all ways to add up parts of K, bytes that addresses are multiples of, algorithms
@@ -109,8 +109,8 @@ def _layout(dtype: torch.dtype, rows: int, columns: int, pitch: int) -> ctypes.c
 class Kind(NamedTuple):
     """Matmuls that an algorithm is chosen for: A [m, k] contiguous, B [k, n] of these strides, out [m, n] contiguous.
 
-    scaled: A and B have a scale each; by_rows: each row of A and each column of B has one. bias: its dtype. fast: fp8
-    sums may be.
+    scaled: A and B have a scale each; by_rows: each row of A and each column of B has one, by which bits are those of
+    `torch._scaled_mm` (`docs/results/2026-11-30-h200x1/rowwise-cublaslt.txt`). bias: its dtype. fast: fp8 sums may be.
     """
 
     device: int
