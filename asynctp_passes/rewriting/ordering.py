@@ -97,7 +97,7 @@ def schedule(
             _move_after([gather.node], op)
     flying = _in_flight([*moves.staying, *((collective, None) for collective, *_ in moves.beside)], segment)
     _run_beside(flying, flops, segment)
-    _wait_with_sources(flying, segment)
+    _wait_with_sources(segment)
     ordered = _order_in_flight(graph, flying, flops)
     if communications(graph.nodes) != planned:
         raise RuntimeError(f"the order of communication is not as planned: {', '.join(node.name for node in planned)}")
@@ -316,14 +316,14 @@ def _is_a_call(node: fx.Node) -> bool:
     return communicates(node) or inductor_order.is_called(node.target)
 
 
-def _wait_with_sources(flying: Iterable[Alone], segment: Mapping[fx.Node, int]) -> None:
+def _wait_with_sources(segment: Mapping[fx.Node, int]) -> None:
     """Let each wait read what its collective reads: Inductor leaves that alone for so long, and no copy is needed.
 
     Not where something is mutated in between: it could be that.
     """
-    for collective, _ in flying:
-        start, waits = collective.node, collective.waits
-        if all(wait.target is _WAIT and segment[wait] == segment[start] for wait in waits):
+    for start in [node for node in segment if node.target in (OWN_OPS["all_gather"], OWN_OPS["reduce_scatter"])]:
+        waits = [user for user in start.users if user in segment]
+        if waits and all(wait.target is _WAIT and segment[wait] == segment[start] for wait in waits):
             start.kwargs = {**start.kwargs, "copy": False}
             for wait in waits:
                 wait.target, wait.args, wait.kwargs = torch.ops.asynctp.wait.default, (start, start.args[0]), {}

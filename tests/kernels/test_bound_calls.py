@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import struct
@@ -20,6 +21,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import cublaslt_emulated
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda import calls, moves
 from asynctp_kernels.cuda.runtime import driver, edited
@@ -32,6 +34,8 @@ from host_costs import counted
 from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, TENSORWISE, WORLD
 from plan_runs import op as by_op
 from torch import Tensor
+
+from asynctp_passes.ops.calls import AllReduceCall
 
 CALLS: dict[str, Callable[[], Any]] = {
     "gather": lambda: gather_call((192,), 64, (72,)),
@@ -284,6 +288,18 @@ def test_calls_whose_plans_have_graphs_are_made_in_c(
     assert (found.cost.functions == 0) == directly, found.functions
 
 
+@pytest.mark.parametrize("case", ["gather", "gather, scales", "scatter", "scatter, scales"])
+def test_matmuls_of_cublaslt_are_made_in_c(case: str, in_c: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of `direct`, with scales of rows too."""
+    call = CALLS[case]()
+    for library in cublaslt_emulated.emulate(monkeypatch):
+        with cuda.forced("direct"):
+            one = of_c(in_c, call)
+            library.log.clear()
+            assert counted(functools.partial(one, *operands(call))).cost.functions == 0
+        assert len(library.log) == 1
+
+
 def test_rows_of_rows_of_an_all_reduce_come_back_as_such(in_c: Machine) -> None:
     call = replace(scatter_call((2, 32), (64,), 72), scatter_dim=None)
     with cuda.forced("fused"):
@@ -339,9 +355,10 @@ def test_a_call_whose_turn_another_thread_has_waits_for_it(in_c: Machine) -> Non
     assert len(result[0]) == 1
 
 
+@pytest.mark.parametrize("kind", ["gather", "left in flight", "waited for at once"])
 @pytest.mark.parametrize("stream", ["the same", "another"])
 @pytest.mark.parametrize("flying", ["nothing", "own", "another group's"])
-def test_its_order_is_that_of_python(stream: str, flying: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_order_is_that_of_python(kind: str, stream: str, flying: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the device's last call, and after what is in flight."""
     need_c()
     logs = []
@@ -350,18 +367,36 @@ def test_its_order_is_that_of_python(stream: str, flying: str, monkeypatch: pyte
             monkeypatch.setattr(edited, "native", lambda: "no compiler")
         with machine(RANK, WORLD) as here, named_group(here), cuda.forced("fused"):
             here.kernels, here.edits = {}, True
-            call = CALLS["gather"]()
-            op(here, call)
-            one, order = bound(here, call), here.memory.orders[False]
+            one, given = made_twice(here, kind)
+            order = here.memory.orders[False]
             if flying != "nothing":
                 here.memory.gathers[False] = (here.memory.gathers[False][0], 0)
                 order.flown, order.group = 555, here.memory.number + (flying != "own")
             if stream == "another":
                 here.current_stream = 0 if here.current_stream else 77
-            _, log = made_by(here, lambda one=one, call=call: one(*operands(call)))
-            waits = [(entry.event, entry.stream) for entry in log if isinstance(entry, Awaited) and not entry.at_launch]
-            logs.append((waits, [type(entry) for entry in log], order.stream, order.last == here.memory.last))
+            _, log = made_by(here, lambda one=one, given=given: one(*given))
+            enqueued = [entry for entry in log if not getattr(entry, "at_launch", False)]
+            events = [(type(entry), entry.event, entry.stream) for entry in enqueued if hasattr(entry, "event")]
+            order.group = order.group == here.memory.number
+            fields = [getattr(order, name) for name, _ in order._fields_]
+            logs.append((events, [type(entry) for entry in log], fields, len(moves.flying)))
+            moves.flying.clear()
     assert logs[0] == logs[1]
+
+
+def made_twice(here: Machine, kind: str) -> tuple[Any, tuple[Any, ...]]:
+    """A bound call and its tensors, after its op has made it twice."""
+    if kind == "gather":
+        call = CALLS["gather"]()
+        op(here, call)
+        return bound(here, call), operands(call)
+    large = collective(here, "reduce_scatter", 8, 8)
+    if kind == "waited for at once":
+        large = AllReduceCall(large.first, "sum", here.group.group_name)
+    with mock.patch.object(moves, "register_wait"):
+        for _ in range(2):
+            moved_by_op(here, large)
+    return cuda.bind(large), (large.first,)
 
 
 @pytest.mark.thorough
@@ -453,16 +488,17 @@ def test_a_collective_of_nccls_is_not_bound(here: Machine) -> None:
             assert cuda.bind(call) is None
 
 
-@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
-def test_collectives_of_few_bytes_are_made_in_c(op: str, in_c: Machine) -> None:
+@pytest.mark.parametrize(("op", "way"), WAYS)
+def test_collectives_are_made_in_c(op: str, way: str, in_c: Machine) -> None:
     call = collective(in_c, op, 8, 8)
-    with cuda.forced("direct"):
+    with cuda.forced(way), mock.patch.object(moves, "register_wait"):
         for _ in range(2):
             moved_by_op(in_c, call)
         one = cuda.bind(call)
         given = call.first
         found = counted(lambda: one(given))
         assert (type(one).__name__, found.cost.functions) == ("Call", 0), found.functions
+        moves.flying.clear()
         cuda.release(in_c.group)
         assert one(call.first) is None
         assert not one.holds()

@@ -20,7 +20,7 @@ from asynctp_kernels.cuda.gemm import cublaslt, own_matmul
 from asynctp_kernels.cuda.gemm.cublaslt import Matmul, Matmuls, Refused, alike_matmuls, free_matmuls
 from cublaslt_emulated import Algorithm, CublasLt
 from cuda_stubs import FP8, Launched, Machine, Multiplied, expected_products, gather_call, machine, scatter_call
-from plan_runs import RANK, TENSORWISE, WORLD, gather_plan, run_gather, run_scatter, scatter_plan
+from plan_runs import RANK, ROWWISE, TENSORWISE, WORLD, gather_plan, run_gather, run_scatter, scatter_plan
 from test_plans_edited import again, elsewhere
 from torch import Tensor
 
@@ -34,12 +34,21 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[CublasLt]:
 
 
 def operands(
-    m: int, k: int, n: int, dtype: torch.dtype = BF16, k_major: bool = True, bias: bool = False, out: torch.dtype = BF16
+    m: int,
+    k: int,
+    n: int,
+    dtype: torch.dtype = BF16,
+    k_major: bool = True,
+    bias: bool = False,
+    out: torch.dtype = BF16,
+    by_rows: bool = False,
 ) -> tuple[Any, ...]:
     """Examples of a call, of whole numbers: sums of them are exact."""
     a = torch.randint(-2, 3, (m, k)).to(dtype)
     b = torch.randint(-2, 3, (n, k)).to(dtype).t() if k_major else torch.randint(-2, 3, (k, n)).to(dtype)
     scales = [torch.tensor([scale]) for scale in own_matmul._TELLING] if dtype.itemsize == 1 else []
+    if by_rows:
+        scales = [torch.rand(m, 1) + 0.5, torch.rand(1, n) + 0.5]
     biases = [torch.ones(n).to(out) if bias else None]
     return a, [b], [torch.empty(m, n, dtype=out)], *(scales[:1] or [None]), scales[1:], biases
 
@@ -47,7 +56,8 @@ def operands(
 def wanted(call: Sequence[Any]) -> Tensor:
     a, (b,), (out,), a_scale, b_scales, (bias,) = call
     made = (a.double() @ b.double()).float()
-    made = made if a_scale is None else made * (a_scale * b_scales[0])
+    if a_scale is not None:
+        made = made * (a_scale * b_scales[0]) if a_scale.numel() == 1 else made * a_scale * b_scales[0]
     return (made if bias is None else made + bias.float()).to(out.dtype)
 
 
@@ -57,6 +67,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": torch.float16, "out": torch.float16},
     "fp8": {"dtype": FP8},
     "fp8 in float32": {"dtype": FP8, "out": torch.float32},
+    "fp8, scales of rows": {"dtype": FP8, "by_rows": True},
+    "fp8, scales of rows, bias": {"dtype": FP8, "by_rows": True, "bias": True},
     "one column": {"n": 1},
     "one of K": {"k": 1},
 }
@@ -65,7 +77,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_matmul_is_described_as_it_lies(kind: str, library: CublasLt) -> None:
     call = operands(**{"m": 24, "k": 32, "n": 16, **KINDS[kind]})
-    made = alike_matmuls((*call, True), lambda i, one: True)
+    made = free_matmuls(*call, True) or alike_matmuls((*call, True), lambda i, one: True)
     assert made is not None
     made(STREAM, *call)
     assert torch.equal(call[2][0], wanted(call))
@@ -98,11 +110,16 @@ def test_what_was_made_is_destroyed(library: CublasLt) -> None:
     assert all("destroyed" in each for each in created)
 
 
-@pytest.mark.parametrize("change", ["rows", "float32", "scaled bf16", "no stride of 1"])
+@pytest.mark.parametrize("change", ["rows of one", "blocks", "float32", "scaled bf16", "no stride of 1"])
 def test_what_it_does_not_take(change: str, library: CublasLt) -> None:
-    a, bs, outs, a_scale, b_scales, biases = operands(16, 32, 16, FP8 if change == "rows" else BF16)
-    if change == "rows":
-        a_scale = torch.ones(16, 1)
+    of_fp8 = change in ("rows of one", "blocks")
+    a, bs, outs, a_scale, b_scales, biases = operands(
+        *((2, 256, 16) if of_fp8 else (16, 32, 16)), FP8 if of_fp8 else BF16
+    )
+    if change == "rows of one":
+        a_scale = torch.ones(2, 1)
+    elif change == "blocks":
+        a_scale, b_scales = torch.ones(1, 2), [torch.ones(1, 16)]
     elif change == "float32":
         a, bs = a.float(), [b.float() for b in bs]
     elif change == "scaled bf16":
@@ -123,6 +140,22 @@ def test_a_free_matmul_is_one_that_cublas_makes_so(library: CublasLt) -> None:
     library.able = lambda workspace, schemes: [Algorithm(1)]
     assert free_matmuls(*operands(256, 64, 32, torch.float16, out=torch.float16), True) is None
     library.codes["cublasLtMatmulDescCreate"] = 3
+    assert free_matmuls(*call, True) is None
+
+
+def test_scales_of_rows_before_cublas_12_9_are_left_to_torch(
+    library: CublasLt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cuBLASLt that does not know their mode refuses it."""
+    call = operands(256, 64, 32, FP8, by_rows=True)
+    assert free_matmuls(*call, True) is not None
+    assert alike_matmuls((*call, True), lambda i, made: True) is None, "bits of these are not compared"
+    known, unknown = library.cublasLtMatmulDescSetAttribute, cublaslt_emulated.MODES
+    monkeypatch.setattr(
+        library,
+        "cublasLtMatmulDescSetAttribute",
+        lambda made, which, *value: 7 if which in unknown else known(made, which, *value),
+    )
     assert free_matmuls(*call, True) is None
 
 
@@ -239,7 +272,10 @@ def here(library: CublasLt, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 
 
 MANY = 4 * CUBLAS_FROM
-GATHERS = ({"ns": (512, 136)}, {"bias": True}, {**TENSORWISE}, {"shard": (2, CUBLAS_FROM), "dim": 1})
+GATHERS = (
+    {"ns": (512, 136)}, {"bias": True}, {**TENSORWISE}, {"shard": (2, CUBLAS_FROM), "dim": 1},
+    {"ns": (512, 144), **ROWWISE, "travels": True}, {"shard": (2, CUBLAS_FROM), "dim": 1, **ROWWISE},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("accord", [0, INVARIANT], ids=["free", "batch-invariant"])
@@ -248,7 +284,7 @@ def test_direct_gather(options: dict[str, Any], accord: int, here: Machine, libr
     """One launch of a kernel that moves, and a matmul for each B after it: of new memory in each call."""
     call = replace(gather_call(**{"shard": (MANY // 4,), "k": 64, "ns": (512,), **options}), accord=accord)
     plan, memory = gather_plan(call, here, "direct"), []
-    if accord and len(call.bs) > 1:  # in one wave, instead of two
+    if accord and (len(call.bs) > 1 or options.get("scales") == "row"):  # in one wave, instead of two; not compared
         assert not isinstance(plan.kernel, Matmuls)
         return
     assert isinstance(plan.kernel, Matmuls)
@@ -264,7 +300,9 @@ def test_direct_gather(options: dict[str, Any], accord: int, here: Machine, libr
     assert [type(entry) for entry in here.graphs[0]] == [Launched, *[Multiplied] * len(call.bs)]
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {**TENSORWISE}, {"reduce_op": "avg"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True}, {**TENSORWISE}, {**ROWWISE, "bias": True}, {"reduce_op": "avg"}], ids=str
+)
 def test_direct_scatter(options: dict[str, Any], here: Machine) -> None:
     call = scatter_call(**{"rows": (MANY,), "ks": (64,), "n": 512, **options})
     plan, memory = scatter_plan(call, here, "direct"), []

@@ -128,7 +128,7 @@ HOST = Run(
     "torchrun --nproc_per_node=2 tests/gpu/host.py",
 )  # fmt: skip
 HOST_OF_STEPS = Run(
-    "4 ranks on 1×H200", "2.11", "after deac048", "2026-11-29-h200x1", ("step.jsonl",),
+    "4 ranks on 1×H200", "2.11", "after 75385c9", "2026-11-30-h200x1", ("step.jsonl",),
     "torchrun --nproc_per_node=4 tests/gpu/step.py",
 )  # fmt: skip
 PEAKS = Run(

@@ -15,6 +15,7 @@ from cuda_emulated import at
 
 DTYPES = {0: torch.float32, 2: torch.float16, 14: torch.bfloat16, 28: torch.float8_e4m3fn, 29: torch.float8_e5m2}
 TRANSPOSED, EPILOGUE, BIAS, B_SCALE, A_SCALE, FAST, BIAS_TYPE = 3, 7, 8, 17, 18, 25, 26
+MODES, OF_ROWS = (31, 32), 3
 _PLAIN = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
 _MATMUL = (*[ctypes.c_void_p] * 14, ctypes.c_size_t, ctypes.c_void_p)
 
@@ -113,7 +114,11 @@ class CublasLt:
         taken = self._seen[ctypes.c_uint64.from_address(algorithm).value]
         made = left.float() @ right.float() if taken.rounds else (left.double() @ right.double()).float()
         if scales[0]:
-            made *= at(scales[0], (1,), torch.float32) * at(scales[1], (1,), torch.float32)
+            by_rows = {told.get(("attribute", mode), 0) for mode in MODES}
+            (b_rows, a_rows) = made.shape if by_rows == {OF_ROWS} else (1, 1)
+            assert len(by_rows) == 1
+            b_scale, a_scale = at(scales[0], (b_rows, 1), torch.float32), at(scales[1], (1, a_rows), torch.float32)
+            made = made * a_scale * b_scale if by_rows == {OF_ROWS} else made * (a_scale * b_scale)
         if told.get(("attribute", EPILOGUE)) == 4:
             made += at(bias, (made.shape[0], 1), DTYPES[told["attribute", BIAS_TYPE]]).float()
         place = self._at(out, out_layout)

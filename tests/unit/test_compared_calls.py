@@ -244,6 +244,8 @@ def test_a_group_of_parameters_alone_goes_by_its_name(
     run_pass(graph)
     assert all_reduces(graph) == wanted
     assert ("asynctp::all_gather" in show(graph)) == is_own
+    assert ("copy=False" in show(graph)) == is_own, "its wait reads what is gathered"
+    assert ("asynctp::wait" in show(graph)) == is_own
 
 
 # --- stretches ---------------------------------------------------------------------------------------------------

@@ -47,12 +47,11 @@ def bind(call: Any) -> Any:
     plan = plan_of(call, memory) if is_fused else plan_of_collective(call, memory)
     if plan is None or isinstance(plan, OwnProgram):
         return None
-    in_flight = isinstance(plan, BulkGather | BulkScatter)
-    if in_flight and getattr(call, "copy", False):
+    if isinstance(plan, BulkGather | BulkScatter) and getattr(call, "copy", False):
         return None  # torch's `wait_tensor` completes it
     one = BoundCall(call, memory, plan) if is_fused else BoundCollective(call, memory, plan)
     bound = None
-    if plan.graph is not None and not in_flight and not isinstance(edited.native(), str):
+    if plan.graph is not None and not isinstance(edited.native(), str):
         bound = one.in_c(call, memory, plan)
     return one if bound is None else edited.native().Call(bound)
 
@@ -97,16 +96,27 @@ class Bound:
         assert memory is not None
         fail_group_on_error(memory, edited.raise_failed, name, code, False)
 
-    def fields(self, memory: GroupMemory, plan: Any, recipe: Recipe, tensors: int) -> tuple[Any, ...]:
-        """The fields with which `site.c` makes the call. tensors: How many are given, in the recipe's order."""
+    def fields(
+        self,
+        memory: GroupMemory,
+        plan: Any,
+        recipe: Recipe,
+        tensors: int,
+        flight: tuple[int, ...] = (),
+        flying: Any = None,
+    ) -> tuple[Any, ...]:
+        """The fields with which `site.c` makes the call. tensors: How many are given, in the recipe's order.
+
+        flight: Of a call on the copy stream (`GroupMemory.flight`); flying: what keeps it until somebody waits for it.
+        """
         operands, makers, results, land, land_gathers = recipe
         return (
             self, self.failed, self._memory, weakref.ref(plan.graph), self._group, self._resolve, self._group_name,
             select.asked, select.asked[-1] if select.asked else None, self._generation, self._skipped,
             driver.current_stream, self._index, operands, makers, results, tensors + len(makers),
             memory.turn.acquire, memory.turn.release, self._counts, self._counted, plan.name, edited.current_context(),
-            memory.number, memory.last, int(land) or land_gathers * memory.gathers[False][0], edited.functions(),
-            memory.orders[False],
+            memory.number, memory.last, int(land) or land_gathers * memory.gathers[False][0], flight, memory.flights,
+            flying, edited.functions(), memory.orders[False],
         )  # fmt: skip
 
     def holds(self) -> bool:
@@ -161,7 +171,11 @@ class BoundCollective(Bound):
         if not call.first.is_contiguous():
             return None
         new = new_tensors(self._shape, call.first.dtype, memory.device)
-        return self.fields(memory, plan, ((0,), (new,), -1, False, False), 1)
+        recipe = ((0,), (new,), -1, False, False)
+        if not isinstance(plan, BulkGather | BulkScatter):
+            return self.fields(memory, plan, recipe, 1)
+        flight = memory.flight(gathers=self._gathers or self._whole)
+        return self.fields(memory, plan, recipe, 1, flight, None if self._whole else flying)
 
 
 class BoundCall(Bound):

@@ -310,7 +310,7 @@ def _waited(bulk: Bulk, result: Tensor) -> Tensor:
 moved: Counter[tuple[str, str]] = Counter()
 """Collectives without a matmul that bound calls have made, by op and implementation."""
 flying: dict[int, Bulk] = {}
-"""Results that bound calls have left in flight, by their addresses, until `land`."""
+"""Results that bound calls have left in flight, by their addresses, until `land`. From C they are plain tuples."""
 
 
 def land(result: Tensor) -> bool:
@@ -323,10 +323,11 @@ def land(result: Tensor) -> bool:
 
 def wait_for(bulk: Bulk) -> None:
     """Let the current stream wait for a result in flight."""
-    stream = driver.current_stream(bulk.source.device.index)
-    driver.wait_event(stream, bulk.done)
-    if stream != bulk.stream:  # the allocator would hand it out again on its own stream, which does not wait
-        driver.record_stream(bulk.source)
+    _, source, its_stream, done = bulk
+    stream = driver.current_stream(source.device.index)
+    driver.wait_event(stream, done)
+    if stream != its_stream:  # the allocator would hand it out again on its own stream, which does not wait
+        driver.record_stream(source)
 
 
 # --- a call whose arguments are not valid ---------------------------------------------------------------------------

@@ -30,6 +30,8 @@ _TYPES = {
 #: attributes of a description of a matmul; an epilogue; an address for a choice that looks whether there is one
 _TRANSPOSED, _EPILOGUE, _BIAS, _B_SCALE, _A_SCALE, _FAST, _BIAS_TYPE = 3, 7, 8, 17, 18, 25, 26
 _WITH_BIAS, _ANY_ADDRESS = 4, 1 << 20
+#: attributes that say how scales are read, and the value for those of rows: since cuBLAS 12.9, on compute capability 9
+_B_SCALES, _A_SCALES, _OF_ROWS = 31, 32, 3
 #: attributes of a preference, and of an algorithm
 _WORKSPACE, _SCHEMES, _ALIGNMENTS, _PARTS, _SCHEME = 1, 3, (5, 6, 7, 8), 2, 3
 #: a workspace as PyTorch has it, all ways to add up parts of K, bytes that addresses are multiples of, algorithms
@@ -107,7 +109,8 @@ def _layout(dtype: torch.dtype, rows: int, columns: int, pitch: int) -> ctypes.c
 class Kind(NamedTuple):
     """Matmuls that an algorithm is chosen for: A [m, k] contiguous, B [k, n] of these strides, out [m, n] contiguous.
 
-    scaled: A and B have a scale each. bias: its dtype. fast: fp8 sums may be.
+    scaled: A and B have a scale each; by_rows: each row of A and each column of B has one, by which bits are those of
+    `torch._scaled_mm` (`docs/results/2026-11-30-h200x1/rowwise-cublaslt.txt`). bias: its dtype. fast: fp8 sums may be.
     """
 
     device: int
@@ -121,6 +124,7 @@ class Kind(NamedTuple):
     scaled: bool
     bias: torch.dtype | None
     fast: bool
+    by_rows: bool = False
 
 
 class Matmul:
@@ -143,6 +147,9 @@ class Matmul:
         self._describe(_TRANSPOSED, ctypes.c_int(k_first))
         if kind.a.itemsize == 1:
             self._describe(_FAST, ctypes.c_int8(kind.fast))
+        if kind.by_rows:
+            for attribute in (_B_SCALES, _A_SCALES):
+                self._describe(attribute, ctypes.c_int32(_OF_ROWS))
         if kind.bias is not None:
             self._describe(_EPILOGUE, ctypes.c_int(_WITH_BIAS))
             self._describe(_BIAS_TYPE, ctypes.c_int(_TYPES[kind.bias]))
@@ -273,18 +280,23 @@ def kinds(
     """The kind of each matmul of such a call.
 
     Raises:
-        Refused: A scale is not of one number, or operands are no fp8, bfloat16 or float16.
+        Refused: Scales are neither one number each nor one for each row of A and column of B. Or operands are no fp8,
+            bfloat16 or float16.
     """
     scales = [scale for scale in (a_scale, *b_scales) if scale is not None]
-    if any(scale.numel() != 1 for scale in scales) or bool(scales) != (a.itemsize == 1):
-        raise Refused("scales are of rows, or of operands that are not fp8")
+    counts, of_rows = [scale.numel() for scale in scales], [a.shape[0], *(b.shape[1] for b in bs)]
+    by_rows = any(count != 1 for count in counts)
+    if by_rows and (counts != of_rows or scales[0].shape[-1] != 1):
+        raise Refused("scales of rows of one operand alone, or of blocks")
+    if bool(scales) != (a.itemsize == 1):
+        raise Refused("fp8 without scales, or scales of another dtype")
     if a.dtype == torch.float32 or any(tensor.dtype not in _TYPES for tensor in (a, *bs, *outs)):
         raise Refused(f"a matmul of {a.dtype}")
     if any(1 not in b.stride() for b in bs):
         raise Refused("a B without a stride of 1")
     (m, k), index, scaled = a.shape, a.device.index, bool(scales)
     return [
-        Kind(index, m, k, b.shape[1], b.stride(), a.dtype, b.dtype, out.dtype, scaled, bias, fast)
+        Kind(index, m, k, b.shape[1], b.stride(), a.dtype, b.dtype, out.dtype, scaled, bias, fast, by_rows)
         for b, out, bias in zip(bs, outs, [bias if bias is None else bias.dtype for bias in biases], strict=True)
     ]
 
@@ -311,6 +323,8 @@ def alike_matmuls(call: Sequence[Any], is_alike: Callable[[int, Matmul], bool]) 
         wanted = kinds(*call)
     except Refused:
         return None
+    if any(kind.by_rows for kind in wanted):
+        return None  # these are not compared
     try:
         made = [_alike_matmul(kind, functools.partial(is_alike, i)) for i, kind in enumerate(wanted)]
     except (Refused, torch.OutOfMemoryError) as error:

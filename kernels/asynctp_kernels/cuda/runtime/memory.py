@@ -326,6 +326,11 @@ class GroupMemory:
             self.run(self.stream, plan, call, call.addresses())
             return self.in_flight(stream, gathers)
 
+    def flight(self, gathers: bool) -> tuple[int, ...]:
+        """The numbers that `site.c` makes such calls with."""
+        landed, _ = self.gathers[False]
+        return self.stream, self.reducer, self.start, self.flown, landed * gathers
+
     def run(self, stream: int, plan: Any, call: Any, addresses: tuple[int, ...]) -> None:
         """Make a call, in its turn: in a capture of the program's, and where a plan has no graph, it is enqueued."""
         if self.capture or plan.graph is None:

@@ -200,9 +200,17 @@ enum {
     CONTEXT,              /* the device's */
     NUMBER, LAST,         /* of the memory, and the event of its last call's end */
     LANDED,               /* the event of gathers in flight, if calls come after these; 1: after all in flight; or 0 */
+    FLIGHT,               /* numbers: `Flight`; of calls that the stream waits for none */
+    FLIGHTS, FLYING,      /* what gives events of their ends; a dictionary of what is in flight, or None: waited for */
     DRIVER, ORDER,        /* buffers: `Driver` and `Order` */
     FIELDS
 };
+
+/* Streams that make copies and reduce, and events: where copies begin, the end of the last call in flight, and of the
+   last gather among these, or 0. */
+typedef struct {
+    unsigned long long stream, reducer, start, flown, gathered;
+} Flight;
 
 typedef struct {
     PyObject_HEAD
@@ -211,6 +219,7 @@ typedef struct {
     Py_buffer driver, order;
     Py_ssize_t tensors, results;
     uint64_t context, number, last, landed;
+    Flight flight;
 } Call;
 
 static PyObject *text_graph, *text_native, *text_generation, *text_skipped, *text_failure, *text_made,
@@ -240,7 +249,11 @@ static PyObject *call_new(PyTypeObject *type, PyObject *args, PyObject *names)
     call->number = number_at(bound, NUMBER);
     call->last = number_at(bound, LAST);
     call->landed = number_at(bound, LANDED);
-    if (PyErr_Occurred() || PyObject_GetBuffer(PyTuple_GET_ITEM(bound, ORDER), &call->order, PyBUF_WRITABLE)
+    Flight *flight = &call->flight;
+    if (PyErr_Occurred()
+        || !PyArg_ParseTuple(PyTuple_GET_ITEM(bound, FLIGHT), "|KKKKK", &flight->stream, &flight->reducer,
+                             &flight->start, &flight->flown, &flight->gathered)
+        || PyObject_GetBuffer(PyTuple_GET_ITEM(bound, ORDER), &call->order, PyBUF_WRITABLE)
         || PyObject_GetBuffer(PyTuple_GET_ITEM(bound, DRIVER), &call->driver, PyBUF_SIMPLE)) {
         Py_DECREF(call);
         return NULL;
@@ -354,8 +367,34 @@ static void note(PyObject *const *bound, PyObject *memory)
     PyObject_SetAttr(memory, text_implementation, bound[IMPLEMENTATION]);
 }
 
-/* Enqueue the call in its turn, as `GroupMemory.call` does: after the device's last one, and what is in flight. */
-static const char *enqueue(Call *call, Graph *graph, uint64_t stream, const uint64_t *at, int *code, int *edited)
+static const char *record(const Driver *driver, uint64_t event, uint64_t stream, int *code)
+{
+    return (*code = driver->record((void *)event, (void *)stream)) ? "cuEventRecord" : NULL;
+}
+
+static const char *await(const Driver *driver, uint64_t stream, uint64_t event, int *code)
+{
+    return (*code = driver->wait((void *)stream, (void *)event, 0)) ? "cuStreamWaitEvent" : NULL;
+}
+
+/* Leave what the copy stream has been given in flight until the event `done`, as `GroupMemory.in_flight` does. */
+static const char *leave(Call *call, uint64_t done, int *code)
+{
+    const Driver *driver = call->driver.buf;
+    const Flight *flight = &call->flight;
+    Order *order = call->order.buf;
+    const char *failed = record(driver, done, flight->stream, code);
+    if (!failed) failed = record(driver, flight->flown, flight->stream, code);
+    if (!failed) failed = await(driver, flight->reducer, done, code);
+    if (!failed && flight->gathered) failed = record(driver, flight->gathered, flight->stream, code);
+    order->group = call->number, order->flown_capture = 0, order->flown = done;
+    return failed;
+}
+
+/* Enqueue the call in its turn, as `GroupMemory.call` does, or `fly`: after the device's last one, and what is in
+   flight. done: the event of the end of a call in flight; else 0. */
+static const char *enqueue(Call *call, Graph *graph, uint64_t stream, const uint64_t *at, uint64_t done, int *code,
+                           int *edited)
 {
     const Driver *driver = call->driver.buf;
     Order *order = call->order.buf;
@@ -363,15 +402,16 @@ static const char *enqueue(Call *call, Graph *graph, uint64_t stream, const uint
     if (failed) return failed;
     *edited = 1;
     int own = order->group == call->number, lands = call->landed == 1;
-    if (order->flown && (!own || lands) && (*code = driver->wait((void *)stream, (void *)order->flown, 0)))
-        return "cuStreamWaitEvent";
-    if (order->last && order->stream != stream && (*code = driver->wait((void *)stream, (void *)order->last, 0)))
-        return "cuStreamWaitEvent";
-    if (call->landed > 1 && order->flown && (*code = driver->wait((void *)stream, (void *)call->landed, 0)))
-        return "cuStreamWaitEvent";
+    uint64_t on = done ? call->flight.stream : stream;
+    if (order->flown && (!own || lands)) failed = await(driver, stream, order->flown, code);
+    if (!failed && order->last && order->stream != stream) failed = await(driver, stream, order->last, code);
+    if (!failed && call->landed > 1 && order->flown) failed = await(driver, stream, call->landed, code);
     order->stream = stream, order->last = call->last;
-    if ((failed = launch(graph, stream, code))) return failed;
-    return (*code = driver->record((void *)call->last, (void *)stream)) ? "cuEventRecord" : NULL;
+    if (!failed && done) failed = record(driver, call->flight.start, stream, code);
+    if (!failed && done) failed = await(driver, on, call->flight.start, code);
+    if (!failed) failed = launch(graph, on, code);
+    if (!failed && done) failed = leave(call, done, code);
+    return failed ? failed : record(driver, call->last, stream, code);
 }
 
 /* With the turn: whether the memory can be used still, and the graph, with what keeps it; or NULL. */
@@ -388,10 +428,12 @@ static Graph *graph_of(PyObject *const *bound, PyObject *memory, PyObject *plan_
     return native && Py_IS_TYPE(native, graph_type) ? (Graph *)native : NULL;
 }
 
-/* Make the call in its turn, if nobody else has that. NOT_MADE: nothing is enqueued; FAILED_HALF_WAY: with an error. */
+/* Make the call in its turn, if nobody else has that. NOT_MADE: nothing is enqueued; FAILED_HALF_WAY: with an error.
+   done: gets the event of its end, if the call is left in flight. */
 enum { NOT_MADE, MADE, FAILED_HALF_WAY };
 
-static int make(Call *call, PyObject *memory, PyObject *plan_graph, uint64_t stream, const uint64_t *at)
+static int make(Call *call, PyObject *memory, PyObject *plan_graph, uint64_t stream, const uint64_t *at,
+                PyObject **done)
 {
     PyObject *const *bound = &PyTuple_GET_ITEM(call->bound, 0);
     PyObject *keeper = NULL, *turn = PyObject_CallOneArg(bound[TRY], Py_False);
@@ -402,9 +444,12 @@ static int make(Call *call, PyObject *memory, PyObject *plan_graph, uint64_t str
         return NOT_MADE;
     }
     Graph *graph = graph_of(bound, memory, plan_graph, &keeper);
-    if (graph && graph->tensors <= call->tensors) {
+    uint64_t event = 0;
+    if (graph && call->flight.stream && (*done = PyIter_Next(bound[FLIGHTS]))) event = PyLong_AsUnsignedLongLong(*done);
+    if (graph && graph->tensors <= call->tensors && !call->flight.stream == !event) {
         Py_BEGIN_ALLOW_THREADS
-        failed = enqueue(call, graph, stream, at, &code, &edited);
+        failed = enqueue(call, graph, stream, at, event, &code, &edited);
+        if (!failed && event && bound[FLYING] == Py_None) failed = await(call->driver.buf, stream, event, &code);
         Py_END_ALLOW_THREADS
         outcome = !failed ? MADE : edited ? FAILED_HALF_WAY : NOT_MADE;
     }
@@ -418,11 +463,23 @@ static int make(Call *call, PyObject *memory, PyObject *plan_graph, uint64_t str
     return outcome;
 }
 
+/* Keep what is in flight, as `moves.flying` has it; 0 with an error. */
+static int fly(PyObject *flying, uint64_t address, PyObject *result, PyObject *source, uint64_t stream, PyObject *done)
+{
+    PyObject *key = PyLong_FromUnsignedLongLong(address);
+    PyObject *bulk = Py_BuildValue("OOKO", result, source, (unsigned long long)stream, done);
+    int failed = !key || !bulk || PyDict_SetItem(flying, key, bulk);
+    Py_XDECREF(key);
+    Py_XDECREF(bulk);
+    return !failed;
+}
+
 /* Make the call if all is as bound. Gives its results; NULL without an error where `otherwise` has to make it. */
 static PyObject *call_directly(Call *call, PyObject *const *args, Py_ssize_t given)
 {
     PyObject *const *bound = &PyTuple_GET_ITEM(call->bound, 0);
-    PyObject *made = NULL, *memory = NULL, *plan_graph = NULL, *results = NULL, *operands = bound[OPERANDS];
+    PyObject *made = NULL, *memory = NULL, *plan_graph = NULL, *results = NULL, *done = NULL;
+    PyObject *operands = bound[OPERANDS];
     uint64_t at[MOST], bits = 0, stream;
     Py_ssize_t count = 0;
     int outcome = NOT_MADE;
@@ -436,7 +493,10 @@ static PyObject *call_directly(Call *call, PyObject *const *args, Py_ssize_t giv
     if (!(made = made_anew(bound[MAKERS], at, &count)) || count != call->tensors) goto out;
     for (Py_ssize_t i = 0; i < count; i++) bits |= at[i];
     if (bits & 15) goto out; /* operands are copied first */
-    outcome = make(call, memory, plan_graph, stream, at);
+    outcome = make(call, memory, plan_graph, stream, at, &done);
+    if (outcome == MADE && done && bound[FLYING] != Py_None
+        && !fly(bound[FLYING], at[count - 1], PyList_GET_ITEM(made, 0), args[0], stream, done))
+        goto out;
     if (outcome == MADE && call->results < 0) results = Py_NewRef(PyList_GET_ITEM(made, -1 - call->results));
     else if (outcome == MADE && !PyList_SetSlice(made, call->results, PyList_GET_SIZE(made), NULL))
         results = Py_NewRef(made);
@@ -445,6 +505,7 @@ out:
     Py_XDECREF(made);
     Py_XDECREF(memory);
     Py_XDECREF(plan_graph);
+    Py_XDECREF(done);
     return results;
 }
 
