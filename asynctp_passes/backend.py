@@ -50,17 +50,6 @@ from asynctp_passes.torch_private import (
 if TYPE_CHECKING:
     from asynctp_passes.reporting import graph_page
 
-__all__ = [
-    "AsyncTPPass",
-    "RematerializePartitioner",
-    "RematerializePass",
-    "asynctp",
-    "clear_reports",
-    "reports",
-    "require",
-    "summary",
-]
-
 log = logging.getLogger(__name__)
 
 _PASS_OPTION = "post_grad_custom_post_pass"

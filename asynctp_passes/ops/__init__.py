@@ -26,6 +26,7 @@ from __future__ import annotations
 import torch
 
 from asynctp_passes.ops import collectives, reference, run_check  # noqa: F401  (two of them register ops)
+from asynctp_passes.ops.callers import Callers
 from asynctp_passes.ops.calls import OPS
 from asynctp_passes.ops.choice import (
     compares_calls,
@@ -63,7 +64,7 @@ _LIBRARY = register_fused()
 
 
 # --- called by hand ----------------------------------------------------------------------------------------------
-_callers = reference.Callers(torch.ops.asynctp, checks=False)
+_callers = Callers(torch.ops.asynctp, checks=False)
 all_gather_matmul = _callers.all_gather_matmul
 all_gather_scaled_matmul = _callers.all_gather_scaled_matmul
 matmul_reduce_scatter = _callers.matmul_reduce_scatter

@@ -25,8 +25,6 @@ from asynctp_passes.ops.arguments import (
 from asynctp_passes.ops.calls import SIGNATURES
 from asynctp_passes.ops.checks import REDUCE_OPS, check
 
-__all__ = ["Callers"]
-
 _KINDS: dict[str, tuple[Any, str]] = {
     "gather_dim": (SupportsIndex, "an int"),
     "scatter_dim": (SupportsIndex, "an int"),

@@ -19,21 +19,6 @@ from asynctp_passes.ops.calls import GatherCall, ReduceCall, signature
 from asynctp_passes.ops.plain_collectives import gather
 from asynctp_passes.torch_private import process_groups
 
-__all__ = [
-    "calls_made",
-    "compares_calls",
-    "expected_implementation",
-    "explain",
-    "finds_kernels",
-    "implementation",
-    "kernels_for",
-    "meet",
-    "on_wire",
-    "overlapped",
-    "refresh",
-    "variant_reason",
-]
-
 log = logging.getLogger("asynctp_passes.ops")
 
 

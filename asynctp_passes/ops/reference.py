@@ -24,42 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_passes.ops.arguments import group_and_size
 from asynctp_passes.ops.callers import Callers
 from asynctp_passes.ops.calls import OPS, SIGNATURES, Call, GatherCall, ReduceCall
 from asynctp_passes.ops.plain_collectives import (
     Mover,
     all_reduce,
-    gather,
     gather_with,
-    gathered_shape,
     reduce_scatter,
 )
 from asynctp_passes.ops.recipes import BLOCK, FP8_DTYPES, Recipe, blocks_in, recipe_of
 from asynctp_passes.torch_private import torch_ops
-
-__all__ = [
-    "Callers",
-    "all_gather_matmul",
-    "all_gather_scaled_matmul",
-    "all_reduce",
-    "gather",
-    "gathered_shape",
-    "group_and_size",
-    "matmul_all_reduce",
-    "matmul_reduce_scatter",
-    "multiplied",
-    "product",
-    "reduce_scatter",
-    "run",
-    "scaled_matmul_all_reduce",
-    "scaled_matmul_reduce_scatter",
-    "scaled_product",
-    "split_factors",
-    "unfused_all_gather_matmul",
-    "unfused_matmul_all_reduce",
-    "unfused_matmul_reduce_scatter",
-]
 
 
 # --- the programs --------------------------------------------------------------------------------------------------

@@ -20,8 +20,6 @@ from asynctp_passes.ops.choice import kernels_for
 from asynctp_passes.ops.plain_collectives import gathered_shape
 from asynctp_passes.torch_private import torch_ops
 
-__all__ = ["register", "register_fused", "results", "short_cut"]
-
 
 # --- real ----------------------------------------------------------------------------------------------------------
 def _gather(op: str) -> Callable[..., Any]:

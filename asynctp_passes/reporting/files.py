@@ -9,8 +9,6 @@ import stat
 import time
 from pathlib import Path
 
-__all__ = ["remedy", "write", "write_whole"]
-
 WAIT_S = 2.0
 """Seconds that a pipe may take to be read from before a text for it is given up."""
 

@@ -24,8 +24,6 @@ from asynctp_passes.ir.registry import RegistryError
 from asynctp_passes.reasons import INTERNAL_ERROR
 from asynctp_passes.torch_private import dynamo
 
-__all__ = ["FORESEEN", "contained", "sources_digest", "summary_of", "tell", "versions"]
-
 log = logging.getLogger(__name__)
 
 FORESEEN = (AsyncTPError, ConfigError, RegistryError, MemoryError, torch.OutOfMemoryError)

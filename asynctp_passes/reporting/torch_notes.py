@@ -15,8 +15,6 @@ from asynctp_passes.ir.order import opaque_ops
 from asynctp_passes.reporting.report import Note
 from asynctp_passes.torch_private import dynamo, process_groups
 
-__all__ = ["from_another_process", "hidden_calls", "notes"]
-
 _NAMED = 8
 """How many ops a note names."""
 

@@ -44,7 +44,7 @@ from reference_cases import (
 from torch import Tensor
 
 from asynctp_passes import ops
-from asynctp_passes.ops import reference
+from asynctp_passes.ops import plain_collectives, reference
 
 
 # --- one program per world size, judged case by case --------------------------------------------------------------
@@ -367,7 +367,7 @@ def _in_place(rank: int, world_size: int) -> dict[str, bool]:
         out = torch.ops.asynctp.matmul_all_reduce([x], [w], [None], "sum", group)
     given = summed.call_args.args[0]
     kept = torch.ones(4, 6)
-    total = reference.all_reduce(kept, "sum", group)
+    total = plain_collectives.all_reduce(kept, "sum", group)
     return {
         "the matmul's own memory is summed up": given.data_ptr() == out.data_ptr(),
         "once": summed.call_count == 1,
