@@ -2,7 +2,7 @@
 
 `run` is the program of any call, whose arguments are checked already; the ops run it wherever no kernel takes over.
 The functions with the callers' names check their arguments, take any spelling of a process group and are meant to be
-called by hand. The `unfused_*` functions have the ops' own argument lists.
+called by hand. `UNFUSED` has the programs with the ops' own argument lists.
 
 Numerics: every matmul is rounded once to its output dtype (bias included), converted to `sum_dtype` if there is one,
 and multiplied by its factor if there are `factors`. Then the matmuls are added in list order, `added` last; that is
@@ -224,14 +224,7 @@ def _unfused(op: str, *arguments: Any, mover: Mover | None = None) -> Any:
 UNFUSED = types.SimpleNamespace(**{op: functools.partial(_unfused, op) for op in OPS})
 """The programs with the ops' argument lists, by the names of the ops."""
 
-unfused_all_gather_matmul = UNFUSED.all_gather_matmul
-unfused_matmul_reduce_scatter = UNFUSED.matmul_reduce_scatter
-unfused_matmul_all_reduce = UNFUSED.matmul_all_reduce
-
 _callers = Callers(UNFUSED, checks=True)
 all_gather_matmul = _callers.all_gather_matmul
-all_gather_scaled_matmul = _callers.all_gather_scaled_matmul
 matmul_reduce_scatter = _callers.matmul_reduce_scatter
-scaled_matmul_reduce_scatter = _callers.scaled_matmul_reduce_scatter
 matmul_all_reduce = _callers.matmul_all_reduce
-scaled_matmul_all_reduce = _callers.scaled_matmul_all_reduce
