@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.choose.wire import INVARIANT
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.own_matmul import WholeGemm
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.signals import IS_INTERPRETED
@@ -125,8 +126,8 @@ def draw(recipe: Recipe, gathers: bool) -> Pool:
 def multiplied(recipe: Recipe, pool: Pool, i: int, a: Tensor, a_scale: Tensor | None) -> Tensor:
     """The whole pool by the B number `i`: one launch of our GEMM."""
     out = torch.empty(POOL, pool.bs[i].shape[1], dtype=recipe.out_dtype, device=device())
-    tensors = ([pool.bs[i]], [out], a_scale, pool.b_scales[i : i + 1], pool.biases[i : i + 1])
-    WholeGemm(a, *tensors, fast=recipe.fast)(driver.current_stream(device().index), a, *tensors)
+    call = Matrices(a, [pool.bs[i]], [out], a_scale, pool.b_scales[i : i + 1], pool.biases[i : i + 1])
+    WholeGemm(call, fast=recipe.fast)(driver.current_stream(device().index), call)
     return out
 
 

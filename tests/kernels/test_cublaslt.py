@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import cuda_emulated
 from asynctp_kernels.cuda.choose.tiles import CUBLAS_FROM, cublas_is_faster
 from asynctp_kernels.cuda.choose.wire import INVARIANT
 from asynctp_kernels.cuda.gemm import cublaslt, own_matmul
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.cublaslt import Matmul, Matmuls, Refused, alike_matmuls, free_matmuls
 from cublaslt_emulated import Algorithm, CublasLt
 from cuda_stubs import FP8, Launched, Machine, Multiplied, expected_products, gather_call, machine, scatter_call
@@ -35,16 +36,16 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[CublasLt]:
 
 def operands(
     m: int, k: int, n: int, dtype: torch.dtype = BF16, k_major: bool = True, bias: bool = False, out: torch.dtype = BF16
-) -> tuple[Any, ...]:
+) -> Matrices:
     """Examples of a call, of whole numbers: sums of them are exact."""
     a = torch.randint(-2, 3, (m, k)).to(dtype)
     b = torch.randint(-2, 3, (n, k)).to(dtype).t() if k_major else torch.randint(-2, 3, (k, n)).to(dtype)
     scales = [torch.tensor([scale]) for scale in own_matmul._TELLING] if dtype.itemsize == 1 else []
     biases = [torch.ones(n).to(out) if bias else None]
-    return a, [b], [torch.empty(m, n, dtype=out)], *(scales[:1] or [None]), scales[1:], biases
+    return Matrices(a, [b], [torch.empty(m, n, dtype=out)], *(scales[:1] or [None]), scales[1:], biases)
 
 
-def wanted(call: Sequence[Any]) -> Tensor:
+def wanted(call: Matrices) -> Tensor:
     a, (b,), (out,), a_scale, b_scales, (bias,) = call
     made = a.float() @ b.float()
     made = made if a_scale is None else made * (a_scale * b_scales[0])
@@ -65,17 +66,17 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_matmul_is_described_as_it_lies(kind: str, library: CublasLt) -> None:
     call = operands(**{"m": 24, "k": 32, "n": 16, **KINDS[kind]})
-    made = alike_matmuls((*call, True), lambda i, one: True)
+    made = alike_matmuls(call, True, lambda i, one: True)
     assert made is not None
-    made(STREAM, *call)
-    assert torch.equal(call[2][0], wanted(call))
+    made(STREAM, call)
+    assert torch.equal(call.outs[0], wanted(call))
 
 
 def test_nothing_that_cuts_k_or_needs_memory_is_taken(library: CublasLt) -> None:
     """cuBLASLt is asked for none such, and what it gives is looked at."""
     library.able = lambda workspace, schemes: [CUTS, Algorithm(2, workspace=4), Algorithm(3, scheme=1), Algorithm(4)]
     call = operands(256, 64, 32)
-    (kind,) = cublaslt.kinds(*call, True)
+    (kind,) = cublaslt.kinds(call, True)
     made = Matmul(kind)
     assert [each[0] for each in made.algorithms] == [4]
     assert not made.is_free
@@ -88,7 +89,7 @@ def test_nothing_that_cuts_k_or_needs_memory_is_taken(library: CublasLt) -> None
 
 
 def test_what_was_made_is_destroyed(library: CublasLt) -> None:
-    (kind,) = cublaslt.kinds(*operands(256, 64, 32), True)
+    (kind,) = cublaslt.kinds(operands(256, 64, 32), True)
     cublaslt._handle(0)
     before = len(library.objects)
     made = Matmul(kind._replace(device=0))
@@ -100,30 +101,30 @@ def test_what_was_made_is_destroyed(library: CublasLt) -> None:
 
 @pytest.mark.parametrize("change", ["rows", "float32", "scaled bf16", "no stride of 1"])
 def test_what_it_does_not_take(change: str, library: CublasLt) -> None:
-    a, bs, outs, a_scale, b_scales, biases = operands(16, 32, 16, FP8 if change == "rows" else BF16)
+    call = operands(16, 32, 16, FP8 if change == "rows" else BF16)
     if change == "rows":
-        a_scale = torch.ones(16, 1)
+        call = call._replace(a_scale=torch.ones(16, 1))
     elif change == "float32":
-        a, bs = a.float(), [b.float() for b in bs]
+        call = call._replace(a=call.a.float(), bs=[b.float() for b in call.bs])
     elif change == "scaled bf16":
-        a_scale, b_scales = torch.ones(1), [torch.ones(1)]
+        call = call._replace(a_scale=torch.ones(1), b_scales=[torch.ones(1)])
     else:
-        bs = [torch.ones(32, 32, dtype=BF16)[:, ::2]]
+        call = call._replace(bs=[torch.ones(32, 32, dtype=BF16)[:, ::2]])
     with pytest.raises(Refused):
-        cublaslt.kinds(a, bs, outs, a_scale, b_scales, biases, True)
-    assert free_matmuls(a, bs, outs, a_scale, b_scales, biases, True) is None
+        cublaslt.kinds(call, True)
+    assert free_matmuls(call, True) is None
 
 
 def test_a_free_matmul_is_one_that_cublas_makes_so(library: CublasLt) -> None:
     """Where it would cut K it has the time to gain: that is left to it. So is what may be summed in float16."""
     call = operands(256, 64, 32)
-    assert isinstance(free_matmuls(*call, True), Matmuls)
+    assert isinstance(free_matmuls(call, True), Matmuls)
     library.able = lambda workspace, schemes: [CUTS] if workspace else [Algorithm(2)]
-    assert free_matmuls(*call, True) is None
+    assert free_matmuls(call, True) is None
     library.able = lambda workspace, schemes: [Algorithm(1)]
-    assert free_matmuls(*operands(256, 64, 32, torch.float16, out=torch.float16), True) is None
+    assert free_matmuls(operands(256, 64, 32, torch.float16, out=torch.float16), True) is None
     library.codes["cublasLtMatmulDescCreate"] = 3
-    assert free_matmuls(*call, True) is None
+    assert free_matmuls(call, True) is None
 
 
 def test_one_launch_for_several_is_ours_where_that_saves_waves() -> None:
@@ -136,7 +137,7 @@ def test_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a torch for CPUs."""
     monkeypatch.setattr(torch.version, "cuda", "0.0")
     cublaslt.library.cache_clear()
-    assert free_matmuls(*operands(256, 64, 32), True) is None
+    assert free_matmuls(operands(256, 64, 32), True) is None
 
 
 # --- the bits ------------------------------------------------------------------------------------------------------
@@ -146,8 +147,8 @@ class Ours:
     def __init__(self, *call: Any) -> None:
         pass
 
-    def __call__(self, stream: int, *call: Any) -> None:
-        call[2][0].copy_(wanted(call))
+    def __call__(self, stream: int, call: Matrices) -> None:
+        call.outs[0].copy_(wanted(call))
 
 
 @pytest.fixture
@@ -155,8 +156,8 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_matmul, "_kernel", Ours)
 
 
-def compared(call: tuple[Any, ...]) -> Matmuls | None:
-    return alike_matmuls((*call, True), lambda i, made: own_matmul._is_alike(i, made, call, True))
+def compared(call: Matrices) -> Matmuls | None:
+    return alike_matmuls(call, True, lambda i, made: own_matmul._is_alike(i, made, call, True))
 
 
 @pytest.mark.usefixtures("ours")
@@ -190,7 +191,7 @@ def test_scales_that_are_two_factors_are_other_bits(
     """However few numbers differ: in bfloat16 one of 65,000 or so."""
 
     class TwoFactors(Ours):
-        def __call__(self, stream: int, *call: Any) -> None:
+        def __call__(self, stream: int, call: Matrices) -> None:
             a, (b,), (out,), a_scale, (b_scale,), _ = call
             first, second = (a_scale, b_scale) if order == "(a s) t" else (b_scale, a_scale)
             out.copy_(((a.float() @ b.float()) * first * second).to(out.dtype))
@@ -198,7 +199,7 @@ def test_scales_that_are_two_factors_are_other_bits(
     monkeypatch.setattr(own_matmul, "_kernel", TwoFactors)
     for dtype in (BF16, torch.float16, torch.float32):
         call = operands(136, 64, 32, FP8, out=dtype)
-        (kind,) = cublaslt.kinds(*call, True)
+        (kind,) = cublaslt.kinds(call, True)
         assert not own_matmul._is_alike(0, Matmul(kind), call, True)
 
 

@@ -1,17 +1,40 @@
-"""The arguments of the GEMM's kernels (`gemm_kernels.gemm_kernel`, and that of `pingpong_kernels`), in their order."""
+"""The tensors of a matmul, and all arguments of the GEMM's kernels (`gemm_kernels`, `pingpong_kernels`) in order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense
 
 MAX_OPERANDS = 4
 #: fields of which the kernels take `MAX_OPERANDS`, numbered
 _DESCRIPTORS, _POINTERS, _SIZES = ("a", "b", "c"), ("a_scale", "b_scale", "bias"), ("k", "n")
 _NUMBERED = (*_DESCRIPTORS, *_POINTERS, *_SIZES)
+
+
+class Matrices(NamedTuple):
+    """The tensors of `a @ b` for each B, with scales and biases.
+
+    a: [M, K]. bs: [K, N] each. outs: [M, N] each, contiguous, at multiples of 16 bytes.
+    a_scale, b_scales: float32, of A and of each B; none without. biases: one for each B, or None.
+    """
+
+    a: Tensor
+    bs: Sequence[Tensor]
+    outs: Sequence[Tensor]
+    a_scale: Tensor | None = None
+    b_scales: Sequence[Tensor] = ()
+    biases: Sequence[Tensor | None] = (None,)
+
+    def as_read(self) -> Matrices:
+        """The same as our kernels read them: dense but for Bs, at multiples of 16 bytes. Others are copied."""
+        a, bs, outs, a_scale, b_scales, biases = self
+        (a_scale,) = dense([a_scale])
+        return Matrices(aligned(a), [aligned_columns(b) for b in bs], outs, a_scale, dense(b_scales), dense(biases))
 
 
 @dataclass(frozen=True)

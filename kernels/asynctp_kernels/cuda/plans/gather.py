@@ -26,10 +26,9 @@ from torch import Tensor
 from asynctp_kernels.cuda.checks import gathered_scaled_at_end
 from asynctp_kernels.cuda.choose.implementation import Implementation, Recipe
 from asynctp_kernels.cuda.facts import GatherFacts
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.cublas import matmul
-from asynctp_kernels.cuda.gemm.cublaslt import free_matmuls
-from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
-from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, own_matmul
+from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, matmuls_for
 from asynctp_kernels.cuda.plans.gather_tensors import GatherOperands, GatherTensors
 from asynctp_kernels.cuda.runtime.edited import PlanGraph
 from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense, misaligned
@@ -156,7 +155,7 @@ class GatherPlan(Implementation):
         """`a` by every B, each into its place if it has one: on cuBLAS, or, if all have, by `kernel`."""
         if self.kernel is not None:
             stream, outs = driver.current_stream(self.device_index), [place for place in places if place is not None]
-            self.kernel(stream, a, call.bs, outs, a_scale, call.b_scales, call.biases)
+            self.kernel(stream, Matrices(a, call.bs, outs, a_scale, call.b_scales, call.biases))
             return outs
         b_scales: Sequence[Tensor | None] = call.b_scales or [None] * len(places)
         operands = zip(call.bs, call.biases, b_scales, places, strict=True)
@@ -182,23 +181,18 @@ class WholeGather(GatherPlan):
 
     def _kernel(self, call: GatherFacts) -> OwnMatmul | None:
         """The kernel of all matmuls, or cuBLASLt's call of each; None where these are left to PyTorch."""
-        operands, fast = (call.bs, call.b_scales, call.biases), call.use_fast_accum
         if call.is_empty or gathered_scaled_at_end(call) is not None:
             return None
-        full = self.new_full()
-        a, outs = full.view(call.rows, -1), [new().view(call.rows, -1) for new in self.new_outs]
+        a, outs = self.new_full().view(call.rows, -1), [new().view(call.rows, -1) for new in self.new_outs]
         a_scale = self.new_numbers() if self.scale_travels else call.a_scale
-        if call.invariant:
-            return own_matmul(a, call.bs, outs, a_scale, call.b_scales, call.biases, fast=fast)
-        if takes(full, call.rows, *operands, self.out_dtype, fast):
-            return FewRows(a, call.bs, outs, a_scale, call.b_scales, call.biases)
-        return free_matmuls(a, call.bs, outs, a_scale, call.b_scales, call.biases, fast)
+        matrices = Matrices(a, call.bs, outs, a_scale, call.b_scales, call.biases)
+        return matmuls_for(matrices, call.invariant, fast=call.use_fast_accum)
 
     def multiply_whole(self, stream: int, call: GatherTensors, kernel: OwnMatmul) -> None:
         """Enqueue all matmuls, once the whole is there."""
         assert call.full is not None
         row_scale = call.all_row_numbers if self.scale_travels else call.a_scale
-        kernel(stream, call.full, call.bs, call.outs, row_scale, call.b_scales, call.biases)
+        kernel(stream, Matrices(call.full, call.bs, call.outs, row_scale, call.b_scales, call.biases))
 
     def results(self, call: GatherTensors) -> list[Tensor]:
         if self.kernel is not None:

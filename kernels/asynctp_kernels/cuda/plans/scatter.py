@@ -34,11 +34,10 @@ from asynctp_kernels.cuda.choose.implementation import Implementation, Recipe
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PUSH
 from asynctp_kernels.cuda.facts import ReduceFacts
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.copy_kernels import reduce_kernel
 from asynctp_kernels.cuda.gemm.cublas import matmul, multiply
-from asynctp_kernels.cuda.gemm.cublaslt import free_matmuls
-from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
-from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, own_matmul
+from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, matmuls_for
 from asynctp_kernels.cuda.plans.scatter_tensors import Operands, ScatterTensors
 from asynctp_kernels.cuda.runtime.edited import PlanGraph
 from asynctp_kernels.cuda.runtime.launch import (
@@ -139,10 +138,8 @@ class ScatterPlan(Implementation):
                 made = matmul(a, b_parts[i], biases[i], a_scale, b_scale, self.scaling, out=out, factor=now)
             else:
                 made = a.new_empty((a.shape[0], b_parts[i].shape[1]), dtype=self.matmul_dtype) if out is None else out
-                of_a, of_b, bias = dense([a_scale, b_scale, biases[i]])
-                matrices = (aligned(a), [aligned_columns(b_parts[i])], [made])
-                of_columns = [] if of_b is None else [of_b]
-                kernel(driver.current_stream(self.device_index), *matrices, of_a, of_columns, [bias])
+                matrices = Matrices(a, [b_parts[i]], [made], a_scale, b_scales[i : i + 1], [biases[i]])
+                kernel(driver.current_stream(self.device_index), matrices.as_read())
             if i and total is not None:
                 total.add_(made, alpha=then)
             elif apart:
@@ -170,11 +167,7 @@ class ScatterPlan(Implementation):
         a, fast, factor = call.a_parts[i], call.use_fast_accum, self.factors[i][0]
         out = a.new_empty((rows, bs[0].shape[1]), dtype=self.matmul_dtype)
         a, a_scale = a.reshape(-1, a.shape[-1])[:rows], call.a_scales[i] if call.a_scales else None
-        if call.invariant:
-            return own_matmul(a, bs, [out], a_scale, b_scales, biases, factor, fast)
-        if takes(a, rows, bs, b_scales, biases, self.matmul_dtype, fast):
-            return FewRows(a, bs, [out], a_scale, b_scales, biases, factor)
-        return free_matmuls(a, bs, [out], a_scale, b_scales, biases, fast) if factor == 1 else None
+        return matmuls_for(Matrices(a, bs, [out], a_scale, b_scales, biases), call.invariant, factor, fast)
 
     def tensors(self, operands: Operands) -> ScatterTensors:
         """The operands as they come, and new memory for what a call makes."""
