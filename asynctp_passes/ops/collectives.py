@@ -91,9 +91,9 @@ def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any, accord: in
         group_and_size(group_name)
         _check_reduction("all_reduce", reduce_op, ALL_REDUCE_OPS)
 
-    cuda = overlapped(tensor)
-    if (run := getattr(cuda, "run_bulk_all_reduce", None)) is not None:
-        found: Tensor | None = run(tensor, reduce_op, process_groups.process_group(group_name), check, accord)
+    if (cuda := overlapped(tensor)) is not None:
+        group = process_groups.process_group(group_name)
+        found: Tensor | None = cuda.run_bulk_all_reduce(tensor, reduce_op, group, check, accord)
         if found is not None:
             return found
     check()
@@ -138,8 +138,8 @@ def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
 
 def complete(result: Tensor) -> bool:
     """Complete a collective's result on the current stream; False where torch's `wait_tensor` has to."""
-    land = getattr(overlapped(result), "land", None)
-    return land is not None and bool(land(result))
+    kernels = overlapped(result)
+    return kernels is not None and bool(kernels.land(result))
 
 
 # --- fake implementations ---------------------------------------------------------------------------------------
