@@ -95,13 +95,9 @@ def from_another_process(notes: Sequence[Note]) -> tuple[Note, ...]:
     return (*([Note("breaks", hidden)] if (hidden := hidden_calls()) else []), *own)
 
 
-def hidden_calls(breaks: Sequence[str] | None = None) -> str:
-    """The note on collectives and matmuls that run outside every graph, where no pass sees them; empty without any.
-
-    Args:
-        breaks: Why dynamo broke graphs; what it did in this process, when None.
-    """
-    texts = dynamo.graph_breaks() if breaks is None else breaks
+def hidden_calls() -> str:
+    """The note on collectives and matmuls that run outside every graph, where no pass sees them; empty without any."""
+    texts = dynamo.graph_breaks()
     counts = {mark: sum(mark in text for text in texts) for mark in _HIDING}
     return "; ".join(_hidden(mark, count) for mark, count in counts.items() if count)
 

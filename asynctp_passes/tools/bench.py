@@ -687,7 +687,7 @@ def _mean_time(variant: str, found: Sequence[Row]) -> float:
 def write_tuning(found: Sequence[Row]) -> Path:
     """Merge what was measured into the table that the selector reads."""
     path = select.table_path()
-    tables.write(path, tables.merged(select.read_tuned(path), tuning_table(found)))
+    write_whole(path, tables.as_text(tables.merged(select.read_tuned(path), tuning_table(found))).encode())
     return path
 
 

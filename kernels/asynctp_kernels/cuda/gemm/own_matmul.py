@@ -98,7 +98,7 @@ def gemm_tiles(call: Matrices, fast: bool) -> Tiles:
 
 
 def matmuls_for(call: Matrices, invariant: bool, factor: float = 1.0, fast: bool = True) -> OwnMatmul | None:
-    """What makes matmuls like these examples as fast as PyTorch; None where it is left to do so.
+    """The way to make matmuls like these examples as fast as PyTorch does, or faster; None where it is left to do so.
 
     invariant: The call is batch-invariant: `own_matmul` makes it.
     """
