@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense
+from asynctp_kernels.cuda.runtime.launch import Tma, aligned, aligned_columns, dense, outlines
 
 MAX_OPERANDS = 4
 #: fields of which the kernels take `MAX_OPERANDS`, numbered
@@ -90,11 +90,32 @@ def names() -> list[str]:
     ]
 
 
-def place(name: str) -> int:
-    """Where an argument is in the list."""
-    return names().index(name)
+_PLACES = {name: place for place, name in enumerate(names())}
 
 
-def places(name: str, count: int) -> slice:
-    """Where the first `count` of a numbered argument are in the list."""
-    return slice(place(f"{name}0"), place(f"{name}0") + count)
+class CallArguments:
+    """The arguments of each launch of a kernel: what stays, with a call's tensors filled in. It holds no tensor.
+
+    Args:
+        args: What the kernel was compiled for.
+        unused: The address that stands for tensors that are not there.
+    """
+
+    def __init__(self, args: GemmArguments, unused: int) -> None:
+        self._values = args.launched(unused)
+        self._likes = {name: outlines(getattr(args, name)) for name in _DESCRIPTORS}
+
+    def of(self, tensors: Mapping[str, Sequence[Tensor]], numbers: Mapping[str, int]) -> list[Any]:
+        """All, in the kernels' order.
+
+        tensors: The first ones of each numbered argument. numbers: Of other arguments; addresses, too.
+        """
+        values = self._values.copy()
+        for name, given in tensors.items():
+            first, found = _PLACES[f"{name}0"], list[Any](tensor.data_ptr() for tensor in given)
+            if name in self._likes:
+                found = [Tma(like, address) for like, address in zip(self._likes[name], found, strict=True)]
+            values[first : first + len(given)] = found
+        for name, number in numbers.items():
+            values[_PLACES[name]] = number
+        return values

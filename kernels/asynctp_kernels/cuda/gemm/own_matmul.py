@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, Tiles, cublas_is_faster, few_rows_before, tiles_for
-from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, Matrices, place, places
+from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, CallArguments, GemmArguments, Matrices
 from asynctp_kernels.cuda.gemm.cublaslt import Matmul, Matmuls, alike_matmuls, free_matmuls
 from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
 from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
 from asynctp_kernels.cuda.runtime import driver as gpu
-from asynctp_kernels.cuda.runtime.launch import Tma, aligned, aligned_columns, dense, describe, grid, outlines
+from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense, describe, grid
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.signals import IS_INTERPRETED
-
-A, WORDS, PIVOT, VALUE, A_SCALE = map(place, ("a0", "words", "rank", "value", "a_scale0"))
 
 
 class WholeGemm:
@@ -55,12 +53,7 @@ class WholeGemm:
             args.listed(self.unused.view(torch.float32)), programs, 1, tiles, bs, bias, modes, out_dtype,
             gathers=True, async_input=True, factor=factor,
         )  # fmt: skip
-        self.values = args.launched(self.unused.data_ptr())
-        self.has_bias, count = bias is not None, len(bs)
-        self.of_bs, self.of_cs, self.of_b_scales, self.of_biases = (
-            places(name, count) for name in ("b", "c", "b_scale", "bias")
-        )
-        self.a_like, self.b_like, self.c_like = Tma(a_like, 0), outlines(b_like), outlines(c_like)
+        self.arguments = CallArguments(args, self.unused.data_ptr())
 
     def __call__(self, stream: int, call: Matrices, awaits: tuple[int, int, int] | None = None) -> None:
         """Enqueue it, of operands that lie `as_read`, but that rows of A may lie apart.
@@ -68,18 +61,10 @@ class WholeGemm:
         awaits: The address of a word for each chunk, the chunk that is the first, and what words have to be.
         """
         a, bs, outs, a_scale, b_scales, biases = call
-        values = self.values.copy()
-        values[A] = Tma(self.a_like, a.data_ptr())
-        values[self.of_bs] = [Tma(like, b.data_ptr()) for like, b in zip(self.b_like, bs, strict=True)]
-        values[self.of_cs] = [Tma(like, out.data_ptr()) for like, out in zip(self.c_like, outs, strict=True)]
-        if a_scale is not None:
-            values[A_SCALE] = a_scale.data_ptr()
-            values[self.of_b_scales] = [scale.data_ptr() for scale in b_scales]
-        if self.has_bias:
-            values[self.of_biases] = [bias.data_ptr() for bias in biases if bias is not None]
-        if awaits is not None:
-            values[WORDS], values[PIVOT], values[VALUE] = awaits
-        self.launch(stream, values)
+        of_a, given = [] if a_scale is None else [a_scale], [bias for bias in biases if bias is not None]
+        tensors = {"a": [a], "b": bs, "c": outs, "a_scale": of_a, "b_scale": b_scales, "bias": given}
+        numbers = {} if awaits is None else dict(zip(("words", "rank", "value"), awaits, strict=True))
+        self.launch(stream, self.arguments.of(tensors, numbers))
 
 
 OwnMatmul = FewRows | WholeGemm | Matmuls
