@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from asynctp_kernels.cuda.checks import scattered_scaled_at_end
-from asynctp_kernels.cuda.choose.implementation import Implementation, Recipe
+from asynctp_kernels.cuda.choose.implementation import Recipe
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PUSH
 from asynctp_kernels.cuda.facts import ReduceFacts
@@ -38,8 +38,8 @@ from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.copy_kernels import reduce_kernel
 from asynctp_kernels.cuda.gemm.cublas import matmul, multiply
 from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, matmuls_for
+from asynctp_kernels.cuda.plans.plan import Plan
 from asynctp_kernels.cuda.plans.scatter_tensors import Operands, ScatterTensors
-from asynctp_kernels.cuda.runtime.edited import PlanGraph
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_WARPS,
@@ -47,7 +47,6 @@ from asynctp_kernels.cuda.runtime.launch import (
     aligned_columns,
     dense,
     grid,
-    misaligned,
     prepare,
 )
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -65,17 +64,14 @@ from asynctp_kernels.shard_layout import ShardLayout
 from asynctp_kernels.torch_private import new_tensors
 
 
-class ScatterPlan(Implementation):
+class ScatterPlan(Plan):
     """One call, prepared. `run` gives this rank's shard.
 
-    uses_memory: calls take their turn in the group's memory. graph: of a plan whose calls PyTorch has no part in.
     in_place: the result takes the place of the sum of the matmuls.
     staging_shape, extra_shape: of the sum of the matmuls, and of one apart.
     kernels: for each matmul those, by the number of rows, if it is not cuBLAS that makes it.
     """
 
-    uses_memory = True
-    graph: PlanGraph | None = None
     in_place = False
     staging_shape: tuple[int, ...]
     extra_shape: tuple[int, ...]
@@ -177,7 +173,6 @@ class ScatterPlan(Implementation):
         return tuple.__new__(ScatterTensors, every)  # as C makes it
 
     def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
-        """The call with its operands as the implementation reads them: copies of those that lie otherwise."""
         if call.added is None:
             return call
         return call._replace(added=call.added.contiguous())  # so ranges of its rows are views
@@ -187,10 +182,6 @@ class ScatterPlan(Implementation):
         a_parts, b_parts = [aligned(a) for a in call.a_parts], [aligned_columns(b) for b in call.b_parts]
         a_scales, b_scales, biases = dense(call.a_scales), dense(call.b_scales), dense(call.biases)
         return call._replace(a_parts=a_parts, b_parts=b_parts, a_scales=a_scales, b_scales=b_scales, biases=biases)
-
-    def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        """Everything that a call does on the GPU, after `stream` and with `stream` after it."""
-        raise NotImplementedError
 
     def recipe(self, lead: Sequence[int]) -> Recipe:
         """How calls are made whose operands lie as they are read. lead: Sizes of rows of an all-reduce; else empty."""
@@ -211,14 +202,6 @@ class ScatterPlan(Implementation):
         call = self.tensors((a_parts, b_parts, a_scales, b_scales, biases, added))
         self.make(driver.current_stream(self.device_index), call)
         return call.out
-
-    def make(self, stream: int, call: ScatterTensors) -> None:
-        """Make the call, in its turn."""
-        addresses = call.addresses()
-        if not self.is_dense or misaligned(addresses):
-            call = self.with_kernel_layout(call)
-            addresses = call.addresses()
-        self.memory.call(stream, self, call, addresses)
 
 
 class PushedScatter(ScatterPlan):
