@@ -50,17 +50,6 @@ from asynctp_passes.torch_private import (
 if TYPE_CHECKING:
     from asynctp_passes.reporting import graph_page
 
-__all__ = [
-    "AsyncTPPass",
-    "RematerializePartitioner",
-    "RematerializePass",
-    "asynctp",
-    "clear_reports",
-    "reports",
-    "require",
-    "summary",
-]
-
 log = logging.getLogger(__name__)
 
 _PASS_OPTION = "post_grad_custom_post_pass"
@@ -79,7 +68,7 @@ def reports() -> tuple[Report, ...]:
     none, is logged. A graph that Inductor took from its cache was not compiled, so the pass did not run: its report is
     the one of the compile that filled the cache, with `from_cache=True`. Holds the newest 4096.
     """
-    _publish_cached(None, compiling=True)
+    _publish_cached(None)
     if hidden := hidden_calls():
         log.warning("asynctp: %s", hidden)
     with _lock:
@@ -92,7 +81,7 @@ def clear_reports() -> None:
     Its graph breaks, and its calls of fused ops, are counted since the process began: graphs that are compiled already
     still have them. Take the difference of two summaries.
     """
-    _publish_cached(None, compiling=True)
+    _publish_cached(None)
     with _lock:
         _reports.clear()
     picture.forget()
@@ -101,7 +90,7 @@ def clear_reports() -> None:
 
 def summary() -> Summary:
     """The picture of this process: chains by module, graphs, graph breaks and caches. `print` shows it."""
-    _publish_cached(None, compiling=True)
+    _publish_cached(None)
     return picture.summary()
 
 
@@ -207,7 +196,7 @@ class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
         _require_groups(self.config)
         cached: list[Report] = []
         with contained("publish reports of cached graphs"):
-            cached = _publish_cached(self.config, compiling=True, named=False)
+            cached = _publish_cached(self.config, named=False)
         if refused := _refused(cached, self.config):
             raise DisagreementError(f"asynctp: {_cached_in_vain(refused)}")
         before: fx.Graph | None = None
@@ -525,9 +514,9 @@ def _send_with_cache_entry(report: Report) -> None:
         inductor_compile.cached_counters()[name] += 1
 
 
-def _publish_cached(config: Config | None, *, compiling: bool, named: bool = True) -> list[Report]:
+def _publish_cached(config: Config | None, *, named: bool = True) -> list[Report]:
     """Publish the reports of `_read_cached`, and return them. config: names the sinks; None keeps the reports only."""
-    replayed = _read_cached(compiling=compiling, named=named)
+    replayed = _read_cached(compiling=True, named=named)
     _publish_all(replayed, config, strayed=not named)
     return replayed
 

@@ -13,19 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = [
-    "RUNTIME_VARIABLES",
-    "STEPS",
-    "Config",
-    "ConfigError",
-    "agree_seconds",
-    "can_be_written",
-    "cpu_implementation",
-    "did_you_mean",
-    "own_variables",
-    "required",
-]
-
 Strict = Literal["off", "zero", "all"]
 Rematerialize = Literal["auto", "always", "never"]
 Invariant = Literal["off", "batch"]

@@ -29,19 +29,6 @@ from typing import Any, Literal, TypeVar
 from asynctp_passes.config import RUNTIME_VARIABLES, Config, ConfigError, own_variables
 from asynctp_passes.reporting.report import Report
 
-__all__ = [
-    "Facts",
-    "Finding",
-    "Gpu",
-    "bug_report",
-    "diagnose",
-    "gather_facts",
-    "last_reports",
-    "render",
-    "usable",
-    "without_places",
-]
-
 Status = Literal["ok", "info", "warn", "fail"]
 Version = tuple[int, ...]
 T = TypeVar("T")

@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "AsyncTPError",
-    "DisagreementError",
-    "ExpectError",
-    "GroupError",
-    "StrictError",
-]
-
 
 class AsyncTPError(RuntimeError):
     """Base class. `report` is the `Report` of the graph at hand (None when there is none)."""

@@ -19,8 +19,6 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import layers, mappings
 from torch import Tensor
 
-__all__ = ["trace_linears"]
-
 _LINEARS = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight")
 
 

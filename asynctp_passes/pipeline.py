@@ -13,8 +13,6 @@ from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_if_strict
 from asynctp_passes.torch_private import inductor_options
 
-__all__ = ["communicates", "run"]
-
 
 def run(graph: fx.Graph, config: Config | None = None) -> Report:
     """Fuse every chain of a graph that can be proven, in place, and report on every collective.

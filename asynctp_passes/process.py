@@ -21,8 +21,6 @@ from asynctp_passes.config import Config, ConfigError
 from asynctp_passes.reporting.strictness import judge_uncompiled
 from asynctp_passes.torch_private import dynamo, inductor_compile, uncompiled
 
-__all__ = ["Enabled", "disable", "enable"]
-
 log = logging.getLogger(__name__)
 
 _NAMED = 4

@@ -16,8 +16,6 @@ from asynctp_passes.rewriting.ordering import put_in_program_order
 from asynctp_passes.rewriting.rewrite import rewrite
 from asynctp_passes.rewriting.ungroup import ungroup
 
-__all__ = ["run"]
-
 
 def run(graph: fx.Graph, config: Config) -> Report:
     """Fuse every chain of a graph that can be proven, as `pipeline.run`, with a configuration that is obeyed."""

@@ -17,8 +17,6 @@ from torchtitan.config.override import override
 from asynctp_passes.config import Config
 from asynctp_passes.process import enable
 
-__all__ = ["asynctp"]
-
 
 # each trainer has one configuration of metrics
 @override(  # type: ignore[untyped-decorator]

@@ -5,13 +5,11 @@
 --compilation-config.inductor_compile_config                     '{"shape_padding": false}'
 
 The first fuses. The second notes the order of the program's collectives for it. Options of `Config` come from
-`ASYNCTP_*` variables of the process that reads vLLM's configuration; they travel with it to all workers. So does
-`invariant="batch"`, where `VLLM_BATCH_INVARIANT` is set there.
+`ASYNCTP_*` variables of the process that reads vLLM's configuration; they travel with it to all workers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 import uuid
@@ -20,19 +18,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from vllm import envs
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 
 from asynctp_passes.backend import AsyncTPPass, RematerializePass
-from asynctp_passes.config import Config
 from asynctp_passes.errors import StrictError
 from asynctp_passes.ir.nodes import called_name
 from asynctp_passes.ir.registry import register_collective, register_matmul
 from asynctp_passes.torch_private import dynamo, inductor_options, process_groups
-
-__all__ = ["asynctp", "asynctp_joint", "register_ops"]
 
 log = init_logger("vllm.asynctp")  # below vLLM's own logger, which shows what its workers say
 
@@ -158,14 +152,8 @@ def _taken(graph: fx.Graph) -> str:
     )
 
 
-def _config() -> Config:
-    """The environment's configuration, batch-invariant where vLLM is to be."""
-    config = Config.given(None)
-    return dataclasses.replace(config, invariant="batch") if getattr(envs, "VLLM_BATCH_INVARIANT", False) else config
-
-
-asynctp = _Fuse(AsyncTPPass(_config()))
-asynctp_joint = _Joint(RematerializePass(_config()))
+asynctp = _Fuse(AsyncTPPass())
+asynctp_joint = _Joint(RematerializePass())
 
 # vLLM looks up "asynctp_passes.vllm.asynctp" as __import__("asynctp_passes.vllm").__dict__["asynctp"]. An import by a
 # dotted name returns the package at its left, so the package has to have the name.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["looks", "ranks_named"]
-
 _NAMED = 4
 
 

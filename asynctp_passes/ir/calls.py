@@ -11,8 +11,6 @@ from torch import fx
 
 from asynctp_passes.ir.registry import CollectiveKind
 
-__all__ = ["Blocks", "Collective", "Matmul", "ScaledOptions", "ScalesOfA", "nodes_of"]
-
 
 @dataclass(frozen=True)
 class Collective:

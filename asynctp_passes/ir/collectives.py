@@ -28,19 +28,6 @@ from asynctp_passes.ir.registry import (
 from asynctp_passes.ir.sizes import Sizes, identical
 from asynctp_passes.torch_private import process_groups, symbolic_sizes
 
-__all__ = [
-    "WAIT",
-    "awaited_item",
-    "is_only_awaited",
-    "left_items",
-    "rank_of",
-    "read_collectives",
-    "read_sizes",
-    "sent_kind",
-    "unknown_group",
-    "waits_for_several",
-]
-
 WAIT = "_c10d_functional.wait_tensor.default"
 _WAIT_FOR_LIST = "_c10d_functional.wait_tensors.default"
 """From torch 2.15 on, the results of a collective of several tensors are waited for together."""

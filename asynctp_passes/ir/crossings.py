@@ -21,8 +21,6 @@ from asynctp_passes.ir.sizes import as_size, product, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.torch_private import partitioner
 
-__all__ = ["crossings_of", "multiplied_by", "product_of"]
-
 
 def crossings_of(graph: fx.Graph, unfused: Iterable[Collective]) -> tuple[Crossing, ...]:
     """The crossings of a graph that torch.compile made.

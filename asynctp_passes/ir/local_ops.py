@@ -7,17 +7,6 @@ communicate, as its library is set, is left out on purpose.
 
 from __future__ import annotations
 
-__all__ = [
-    "COMMUNICATING",
-    "CONTRACTING",
-    "LIBRARIES",
-    "MULTIPLYING",
-    "NORMALIZING",
-    "OTHER_KINDS",
-    "RUNNERS",
-    "TORCH",
-]
-
 COMMUNICATING = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem")
 """torch's namespaces whose ops communicate, but for those that `TORCH` names."""
 

@@ -9,8 +9,6 @@ from torch import fx
 from asynctp_passes.ir.order import communications
 from asynctp_passes.ir.records import Question
 
-__all__ = ["CANDIDATE", "REMATERIALIZED", "joint_questions", "note_joint"]
-
 CANDIDATE = "asynctp_candidate"
 """On a gather of the forward that is worth being made again: its place among those of its group."""
 

@@ -33,17 +33,6 @@ from asynctp_passes.ir.sizes import Size, are_one, as_size, differ, identical, p
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import fx_graphs, symbolic_sizes, torch_ops
 
-__all__ = [
-    "added_matrix",
-    "contracts_rows",
-    "feeds_left_operand",
-    "is_matmul",
-    "operands_that_are",
-    "read_matmul",
-    "read_term",
-    "rows_of",
-]
-
 
 def _left_operand(matmul: fx.Node) -> fx.Node | None:
     """The left operand; of an op that is not known what has the shape of it, or the first input."""

@@ -8,8 +8,6 @@ from asynctp_passes.ir.collectives import awaited_item
 from asynctp_passes.ir.nodes import is_number, mutates, op_name, traits_of, written_by
 from asynctp_passes.torch_private import torch_ops
 
-__all__ = ["owners_of", "program_memory", "written_memory"]
-
 
 def owners_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each node, the one that made the memory in which its values lie: itself, unless it is a view of another.

@@ -14,39 +14,6 @@ from torch import fx
 from asynctp_passes.ir.op_traits import OpTraits, traits_named
 from asynctp_passes.torch_private import torch_ops
 
-__all__ = [
-    "arguments",
-    "call_as_json",
-    "call_of",
-    "called_name",
-    "called_op",
-    "describe",
-    "describe_tensor",
-    "dtype_of",
-    "filling_of",
-    "first_tensor",
-    "has_side_effect",
-    "is_known_collective",
-    "is_pointwise",
-    "is_random",
-    "is_size",
-    "items_of",
-    "module_of",
-    "mutates",
-    "name_of",
-    "nodes_in",
-    "op_name",
-    "path_of",
-    "short_name",
-    "source_of",
-    "subgraphs_of",
-    "tensor_of",
-    "traits_of",
-    "value_of",
-    "values_of",
-    "written_by",
-]
-
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 #: What dynamo's paths to modules have besides names: the root, functions that close over a module, a dict.
 _DETOURS = re.compile(

@@ -9,8 +9,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["TRAITS", "UNKNOWN", "OpTraits", "Reduction", "View", "traits_named"]
-
 
 class View(enum.Enum):
     """Ways in which an op rearranges its first argument. `layout.propagation` has the index map of each."""

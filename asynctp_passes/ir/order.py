@@ -22,20 +22,6 @@ from asynctp_passes.ir.nodes import arguments, called_op, is_size, name_of, op_n
 from asynctp_passes.ir.registry import collective_op, promise_of, surely_communicates
 from asynctp_passes.torch_private import process_groups, torch_ops
 
-__all__ = [
-    "communicates",
-    "communications",
-    "in_turn",
-    "is_opaque",
-    "latest_communication",
-    "opaque_ops",
-    "program_order",
-    "record_order",
-    "recorded_place",
-    "surely_starts",
-    "unrecorded",
-]
-
 _PLACE = "asynctp_place"
 """In a node's `meta`: its place in the order in which the program communicates."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Answer", "Answers", "Crossing", "Question"]
-
 
 @dataclass(frozen=True)
 class Crossing:

@@ -32,33 +32,6 @@ from asynctp_passes.ir.local_ops import (
 )
 from asynctp_passes.torch_private import process_groups, torch_ops
 
-__all__ = [
-    "ADDMM",
-    "SCALED_MM",
-    "CollectiveKind",
-    "CollectiveOp",
-    "MatmulOp",
-    "Promise",
-    "RegistryError",
-    "can_promise",
-    "collective_op",
-    "contracts",
-    "digest",
-    "is_registered",
-    "kind_of_other",
-    "matmul_op",
-    "multiplies",
-    "normalizes",
-    "promise_of",
-    "register_collective",
-    "register_local",
-    "register_matmul",
-    "register_rowwise",
-    "schema_name",
-    "surely_communicates",
-    "unregister",
-]
-
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "other"]
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")

@@ -17,8 +17,6 @@ from asynctp_passes.ops.recipes import BLOCK, IN_BLOCKS, Cover, Recipe, blocks_i
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import fx_graphs
 
-__all__ = ["read_scales", "scales_mismatch"]
-
 _SCALINGS = ("TensorWise", "RowWise", "BlockWise1x16", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
 """`torch.nn.functional.ScalingType`, by its values."""
 _TOGETHER = 4

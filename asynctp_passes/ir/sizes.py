@@ -19,26 +19,6 @@ from torch import fx
 from asynctp_passes.ir.nodes import tensor_of, value_of
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = [
-    "Size",
-    "SizeExpression",
-    "SizeSource",
-    "Sizes",
-    "are_one",
-    "as_size",
-    "canonical",
-    "differ",
-    "divided",
-    "express",
-    "identical",
-    "is_within",
-    "product",
-    "quotient",
-    "rounded_up",
-    "same",
-    "same_strides",
-]
-
 Size: TypeAlias = int | sympy.Expr
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["draws", "live", "phase_of", "reachable", "segments", "steps_of", "tangents_of"]
 from asynctp_passes.ir.nodes import is_random, mutates
 
 

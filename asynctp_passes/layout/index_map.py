@@ -32,18 +32,6 @@ from asynctp_passes import reasons
 from asynctp_passes.ir.sizes import Size, canonical, product, quotient, same
 from asynctp_passes.reasons import Refusal
 
-__all__ = [
-    "Digit",
-    "Dim",
-    "IndexMap",
-    "concatenate",
-    "digits_text",
-    "length_of",
-    "take_digits",
-    "tidy_dim",
-    "undivided",
-]
-
 
 # --- index maps ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)

@@ -20,20 +20,6 @@ from asynctp_passes.layout.index_map import (
 )
 from asynctp_passes.reasons import Refusal
 
-__all__ = [
-    "GatherPlacement",
-    "RankPlacement",
-    "Rearrangement",
-    "RowOrder",
-    "ScatterPlacement",
-    "arranged",
-    "incomplete",
-    "locate_gather",
-    "locate_ranks",
-    "locate_scatter",
-    "scales_rows",
-]
-
 
 # --- where the rank is -----------------------------------------------------------------------------------
 @dataclass(frozen=True)

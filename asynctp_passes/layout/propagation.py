@@ -28,25 +28,6 @@ from asynctp_passes.ops.checks import WIDENED
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import torch_ops
 
-__all__ = [
-    "RULES",
-    "Propagation",
-    "Terms",
-    "adds",
-    "changes_elements",
-    "distributed",
-    "is_sum",
-    "is_view",
-    "pads_at_end",
-    "propagate",
-    "scaling_of",
-    "shares_memory",
-    "sources_of",
-    "times",
-    "views_of",
-    "widens",
-]
-
 Pieces = tuple[IndexMap | None, ...]
 Result = IndexMap | Pieces | Refusal | None
 

@@ -39,25 +39,6 @@ from asynctp_passes.matching.cut_rows import Cut
 from asynctp_passes.matching.padding import Padding
 from asynctp_passes.reasons import RESULT_DROPPED, Refusal
 
-__all__ = [
-    "Bucket",
-    "Candidate",
-    "Chain",
-    "CrossRankReduction",
-    "Decision",
-    "EarlySum",
-    "GatherChain",
-    "Hoist",
-    "OwnPart",
-    "Part",
-    "RowNumbers",
-    "ScatterChain",
-    "SideGather",
-    "Step",
-    "Term",
-    "fused_chains",
-]
-
 
 @dataclass(frozen=True)
 class Part:

@@ -12,8 +12,6 @@ from asynctp_passes.ir.sizes import Sizes
 from asynctp_passes.ir.traversal import draws, reachable
 from asynctp_passes.matching.chains import Chain, Hoist, Step
 
-__all__ = ["collapsed"]
-
 
 def collapsed(
     graph: fx.Graph, sizes: Sizes, chains: Sequence[Chain], free: Container[fx.Node] = ()

@@ -19,8 +19,6 @@ from asynctp_passes.ir.sizes import Size, Sizes, canonical, is_within, product, 
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.propagation import Propagation
 
-__all__ = ["Cut", "find_cuts", "unpads"]
-
 
 @dataclass(frozen=True)
 class Cut:

@@ -39,8 +39,6 @@ from asynctp_passes.matching.match_reduction import match_reduction
 from asynctp_passes.matching.own_part import own_part, scattered
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["find"]
-
 
 def find(
     graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes, allowed: Callable[[Candidate], bool]

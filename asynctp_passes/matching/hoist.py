@@ -28,8 +28,6 @@ from asynctp_passes.matching.placed_matmuls import PlacedMatmul, roots_above
 from asynctp_passes.matching.shard_region import ShardRegion, Users, is_small
 from asynctp_passes.torch_private import symbolic_sizes, torch_ops
 
-__all__ = ["chains_of"]
-
 
 def chains_of(region: ShardRegion, placed: Iterable[PlacedMatmul]) -> Iterator[GatherChain]:
     """Chains, each of the matmuls that one fused op can compute together. At most one of the chains is fused.

@@ -47,8 +47,6 @@ from asynctp_passes.matching.chains import Candidate, EarlySum, ScatterChain, Te
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["summed"]
-
 
 def summed(
     context: MatchContext, candidates: Mapping[fx.Node, Candidate], allowed: Callable[[Candidate], bool]

@@ -22,8 +22,6 @@ from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.scaled_epilogue import read_scaled_result, scalings
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["MatchContext", "frozen", "in_blocks", "is_pure"]
-
 
 class MatchContext:
     """A graph being searched.

@@ -30,9 +30,6 @@ from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["candidate_of", "following", "match_gather"]
-
-
 _Searched = tuple[ShardRegion, list[PlacedMatmul], dict[fx.Node, Refusal]]
 """A region, those of its matmuls that may be fused, and what `placed_matmuls` says of other matmuls."""
 

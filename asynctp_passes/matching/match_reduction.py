@@ -31,8 +31,6 @@ from asynctp_passes.matching.padding import Padding, find_padding, gathers_by_su
 from asynctp_passes.ops.checks import WIDENED
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["match_reduction"]
-
 
 def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
     """A reduce-scatter or an all-reduce: a sum of matmuls, or why it is not seen as one."""

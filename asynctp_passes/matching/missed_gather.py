@@ -38,8 +38,6 @@ from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["missed_gather"]
-
 
 def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: Mapping[fx.Node, Refusal]) -> Candidate:
     """A gather without a chain: why its `own` matmuls are not fused, and those after what is `refused`."""

@@ -27,8 +27,6 @@ from asynctp_passes.ops.checks import REDUCE_OPS
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["own_part", "scattered"]
-
 
 def own_part(context: MatchContext, collective: Collective) -> OwnPart | None:
     """This rank's part of a sum, if the rank uses it alone; None where it uses any other element.

@@ -27,9 +27,6 @@ from asynctp_passes.layout.propagation import is_view, pads_at_end, propagate
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["Padding", "find_padding"]
-
-
 _PADDING = (View.PAD, View.CAT, View.WRITE)
 
 

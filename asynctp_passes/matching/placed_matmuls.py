@@ -20,8 +20,6 @@ from asynctp_passes.layout.placement import GatherPlacement, scales_rows
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["PlacedMatmul", "placed_matmuls", "placed_scales", "roots_above"]
-
 
 @dataclass(frozen=True)
 class PlacedMatmul:

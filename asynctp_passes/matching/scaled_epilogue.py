@@ -37,8 +37,6 @@ from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view, scaling_of, shares_memory, widens
 from asynctp_passes.reasons import Refusal
 
-__all__ = ["read_scaled_result", "scalings"]
-
 _ROUNDED = {torch.bfloat16, torch.float16, torch.float32}
 
 Kind = Literal["row", "column", "number"]

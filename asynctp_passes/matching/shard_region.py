@@ -61,8 +61,6 @@ from asynctp_passes.matching.match_context import MatchContext, frozen, is_pure
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import symbolic_sizes, torch_ops
 
-__all__ = ["ShardRegion", "Users", "is_small"]
-
 _SMALL = 8  # A tensor of that many times fewer bytes than the gathered one is cheap to gather on its own.
 
 

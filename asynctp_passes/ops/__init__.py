@@ -6,7 +6,7 @@
     mm + mm + … (+ x) → reduce_scatter        asynctp::matmul_reduce_scatter
     mm + mm + … (+ x) → all_reduce            asynctp::matmul_all_reduce
 
-Scales of the matmuls are optional arguments (`calls`); each op has a caller without scales and one with.
+Scales of the matmuls are optional arguments (`calls`).
 
 All are functional: they return fresh, contiguous, ordinary memory, never an alias of an input or of a
 communication buffer. Importing this module registers them.
@@ -26,6 +26,7 @@ from __future__ import annotations
 import torch
 
 from asynctp_passes.ops import collectives, reference, run_check  # noqa: F401  (two of them register ops)
+from asynctp_passes.ops.callers import Callers
 from asynctp_passes.ops.calls import OPS
 from asynctp_passes.ops.choice import (
     compares_calls,
@@ -43,7 +44,6 @@ from asynctp_passes.ops.register import register_fused
 __all__ = [
     "OPS",
     "all_gather_matmul",
-    "all_gather_scaled_matmul",
     "compares_calls",
     "expected_implementation",
     "explain",
@@ -54,8 +54,6 @@ __all__ = [
     "meet",
     "on_wire",
     "refresh",
-    "scaled_matmul_all_reduce",
-    "scaled_matmul_reduce_scatter",
     "variant_reason",
 ]
 
@@ -63,10 +61,7 @@ _LIBRARY = register_fused()
 
 
 # --- called by hand ----------------------------------------------------------------------------------------------
-_callers = reference.Callers(torch.ops.asynctp, checks=False)
+_callers = Callers(torch.ops.asynctp, checks=False)
 all_gather_matmul = _callers.all_gather_matmul
-all_gather_scaled_matmul = _callers.all_gather_scaled_matmul
 matmul_reduce_scatter = _callers.matmul_reduce_scatter
-scaled_matmul_reduce_scatter = _callers.scaled_matmul_reduce_scatter
 matmul_all_reduce = _callers.matmul_all_reduce
-scaled_matmul_all_reduce = _callers.scaled_matmul_all_reduce

@@ -10,19 +10,6 @@ from torch import Tensor
 
 from asynctp_passes.torch_private import process_groups
 
-__all__ = [
-    "as_list",
-    "check_group",
-    "check_lengths",
-    "group_and_size",
-    "normalize_dim",
-    "numbers",
-    "operands_of",
-    "optional_list",
-    "require",
-    "split_a_full",
-]
-
 _PROCESS_GROUP: Any = getattr(torch.distributed, "ProcessGroup", ())  # () where torch is built without distributed
 
 

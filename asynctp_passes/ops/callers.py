@@ -1,7 +1,4 @@
-"""The programs as functions to call by hand: keyword arguments, any spelling of a group, and of lists.
-
-Each of the three ops has two: one without scales, and one with.
-"""
+"""The programs as functions to call by hand: keyword arguments, any spelling of a group, and of lists."""
 
 from __future__ import annotations
 
@@ -25,18 +22,16 @@ from asynctp_passes.ops.arguments import (
 from asynctp_passes.ops.calls import SIGNATURES
 from asynctp_passes.ops.checks import REDUCE_OPS, check
 
-__all__ = ["Callers"]
-
 _KINDS: dict[str, tuple[Any, str]] = {
     "gather_dim": (SupportsIndex, "an int"),
     "scatter_dim": (SupportsIndex, "an int"),
     "reduce_op": (str, f"one of {REDUCE_OPS}"),
-    "out_dtype": (torch.dtype, "a torch.dtype"),
+    "out_dtype": (torch.dtype | None, "a torch.dtype or None"),
     "sum_dtype": (torch.dtype | None, "a torch.dtype or None"),
     "factors": (Sequence | None, "a list of numbers, or None"),
 }
 _TENSORS = ("a_shard", "a", "bs", "b", "a_scale", "a_scales", "b_scales", "biases", "added")
-_OPTIONAL = ("biases", "added")
+_OPTIONAL = ("a_scale", "a_scales", "b_scales", "biases", "added")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -72,11 +67,18 @@ def _require_kind(op: str, name: str, value: Any) -> None:
             require(fits or (item is None and name in _OPTIONAL), op, name, type(item), limit)
 
 
+def _scales(names: tuple[str, str], of_a: Any, of_b: Any, out_dtype: torch.dtype | None) -> dict[str, Any]:
+    """The op's arguments for the scales that a caller gave; products are bfloat16 if it named no dtype."""
+    given = dict(zip(names, (of_a, None if of_b is None else as_list(of_b)), strict=True))
+    scaled = of_a is not None or of_b is not None
+    return given | {"out_dtype": torch.bfloat16 if scaled and out_dtype is None else out_dtype}
+
+
 class Callers:
     """The programs with keyword arguments and any spelling of a process group.
 
     `reference` has them as sequential programs, `asynctp_passes.ops` as the fused ops. These are traceable by
-    torch.compile, and differentiable but for the scaled ones, whose gradient raises.
+    torch.compile, and differentiable but for matmuls with scales, whose gradient raises.
 
     Args:
         programs: What has each program as an attribute, with the fused op's name and argument list.
@@ -91,22 +93,14 @@ class Callers:
             check(SIGNATURES[op].named(arguments))
         return getattr(self._programs, op)(*SIGNATURES[op].in_order(arguments))
 
-    def _gather(
-        self, bs: Any, biases: Any, group: Any, return_a_full: bool, **arguments: Any
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """Run the op of a gather: with lists of operands, and its group's name and size."""
-        name, size = group_and_size(group)
-        lists: dict[str, Any] = {"bs": (b_parts := as_list(bs)), "biases": optional_list(biases, len(b_parts))}
-        where = {"return_a_full": return_a_full, "group_size": size, "group_name": name}
-        return split_a_full(self._run("all_gather_matmul", **lists, **where, **arguments), return_a_full)
-
-    def _reduce(self, op: str, a: Any, b: Any, biases: Any, group: Any, factors: Any, **arguments: Any) -> Tensor:
-        """Run an op that reduces, in the same way."""
-        name, size = group_and_size(group)
-        lists: dict[str, Any] = {"a_parts": (a_parts := operands_of(op, a)), "b_parts": as_list(b)}
-        lists |= {"biases": optional_list(biases, len(a_parts)), "factors": numbers(factors)}
-        where = {"group_size": size} if "scatter_dim" in arguments else {}
-        out: Tensor = self._run(op, **lists, **where, group_name=name, **arguments)
+    def _reduce(self, op: str, a: Any, b: Any, a_scales: Any, b_scales: Any, **given: Any) -> Tensor:
+        """Run an op that reduces: with lists of operands, and its group's name and size."""
+        name, size = group_and_size(given.pop("group"))
+        given |= {"a_parts": (a_parts := operands_of(op, a)), "b_parts": as_list(b), "group_name": name}
+        given |= {"biases": optional_list(given["biases"], len(a_parts)), "factors": numbers(given["factors"])}
+        of_a = None if a_scales is None else as_list(a_scales)
+        given |= _scales(("a_scales", "b_scales"), of_a, b_scales, given["out_dtype"])
+        out: Tensor = self._run(op, **given, **({"group_size": size} if "scatter_dim" in given else {}))
         return out
 
     @_of_kinds
@@ -119,22 +113,39 @@ class Callers:
         group: Any,
         biases: Tensor | Sequence[Tensor | None] | None = None,
         return_a_full: bool = False,
+        a_scale: Tensor | None = None,
+        b_scales: Tensor | Sequence[Tensor] | None = None,
+        gather_a_scale: bool = False,
+        out_dtype: torch.dtype | None = None,
+        use_fast_accum: bool = False,
     ) -> tuple[list[Tensor], Tensor | None]:
         """Gather `a_shard` over the ranks, then multiply by each of `bs`: `shard → all_gather → mm, mm, …`.
 
-        Differentiable as far as torch's own collectives are.
+        Differentiable as far as torch's own collectives are, without scales.
 
         Args:
-            a_shard: This rank's piece of A.
-            bs: Right-hand operands, or the one there is.
+            a_shard: This rank's piece of A; fp8, if there are scales.
+            bs: Right-hand operands, or the one there is. On CUDA, fp8 that is not column-major is copied.
             gather_dim: Dimension of A to gather along, negative from the end; the last is the contraction.
             group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
             biases: One per operand, added to its product; None adds none.
             return_a_full: Whether to return the gathered A too.
+            a_scale: fp32 factor of A: one number, one per row, or one per block of 1x128 or 128x128. None for none.
+            b_scales: fp32 factor of each operand: one number, one per column, or one per block, not of 128x128 too.
+            gather_a_scale: True if `a_scale` holds the rows of the shard and is to be gathered with it; False if it is
+                the same on all ranks: one number, or all rows of the gathered A.
+            out_dtype: Dtype of products with scales; None: bfloat16.
+            use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
 
         Shapes:
             a_shard: `[*, M/W, *, K]` over W ranks (`[*, K/W]` if the last dimension is gathered); bs: `[K, N_i]`;
-            biases: `[N_i]` or `[1, N_i]`; products: `[*, M, *, N_i]`; a_full: `[*, M, *, K]`.
+            biases: `[N_i]` or `[1, N_i]`; products: `[*, M, *, N_i]`; a_full: `[*, M, *, K]`. a_scale: one element, or
+            rows of A and a 1 (`[*, M/W, *, 1]` if gathered, else `[*, M, *, 1]`); b_scales: one element, or `[1, N_i]`.
+            Of blocks: `[*, rows, K/128]` for 1x128 and, if the rows are a multiple of 128, `[*, rows/128, K/128]`;
+            b_scales `[K/128, N_i]` or `[K/128, N_i/128]`, sizes rounded up.
+
+        Units:
+            Scales multiply: the value is `fp8 number × scale`.
 
         Returns:
             The products, and the gathered A or None. All contiguous, none an alias of an input.
@@ -143,63 +154,24 @@ class Callers:
             ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
 
         Source:
-            torch.distributed._functional_collectives (all_gather_single) and torch.addmm.
+            torch.distributed._functional_collectives (all_gather_single), torch.addmm and torch._scaled_mm.
         """
-        return self._gather(bs, biases, group, return_a_full, a_shard=a_shard, gather_dim=gather_dim)
-
-    @_of_kinds
-    def all_gather_scaled_matmul(
-        self,
-        a_shard: Tensor,
-        a_scale: Tensor,
-        bs: Tensor | Sequence[Tensor],
-        b_scales: Tensor | Sequence[Tensor],
-        *,
-        gather_dim: int,
-        group: Any,
-        biases: Tensor | Sequence[Tensor | None] | None = None,
-        gather_a_scale: bool = False,
-        out_dtype: torch.dtype = torch.bfloat16,
-        use_fast_accum: bool = False,
-        return_a_full: bool = False,
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """Gather fp8 `a_shard` over the ranks, then multiply by each of `bs`, with scales. Not differentiable.
-
-        Args:
-            a_shard: This rank's piece of A, fp8.
-            a_scale: fp32 factor of A: one number, one per row, or one per block of 1x128 or 128x128.
-            bs: Right-hand operands, or the one there is, fp8 (on CUDA column-major, else they are copied).
-            b_scales: fp32 factor of each operand: one number, one per column, or one per block, not of 128x128 too.
-            gather_dim: Dimension of A to gather along, negative from the end; the last is the contraction.
-            group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
-            biases: One per operand, added to its product; None adds none.
-            gather_a_scale: True if `a_scale` holds the rows of the shard and is to be gathered with it; False if it is
-                the same on all ranks: one number, or all rows of the gathered A.
-            out_dtype: Dtype of the products.
-            use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
-            return_a_full: Whether to return the gathered A too.
-
-        Shapes:
-            As `all_gather_matmul`; a_scale: one element, or rows of A and a 1 (`[*, M/W, *, 1]` if gathered, else
-            `[*, M, *, 1]`); b_scales: one element, or `[1, N_i]`. Of blocks: `[*, rows, K/128]` for 1x128 and, if
-            the rows are a multiple of 128, `[*, rows/128, K/128]`; b_scales `[K/128, N_i]` or `[K/128, N_i/128]`, sizes
-            rounded up.
-
-        Units:
-            Scales multiply: the value is `fp8 number × scale`.
-
-        Returns:
-            The products in `out_dtype`, and the gathered fp8 A or None.
-
-        Raises:
-            ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
-
-        Source:
-            torch.distributed._functional_collectives (all_gather_single); torch._scaled_mm.
-        """
-        scales: dict[str, Any] = {"a_scale": a_scale, "b_scales": as_list(b_scales), "gather_a_scale": gather_a_scale}
-        scales |= {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-        return self._gather(bs, biases, group, return_a_full, a_shard=a_shard, gather_dim=gather_dim, **scales)
+        name, size = group_and_size(group)
+        b_parts = as_list(bs)
+        outs = self._run(
+            "all_gather_matmul",
+            a_shard=a_shard,
+            bs=b_parts,
+            biases=optional_list(biases, len(b_parts)),
+            gather_dim=gather_dim,
+            return_a_full=return_a_full,
+            group_size=size,
+            group_name=name,
+            **_scales(("a_scale", "b_scales"), a_scale, b_scales, out_dtype),
+            gather_a_scale=gather_a_scale,
+            use_fast_accum=use_fast_accum,
+        )
+        return split_a_full(outs, return_a_full)
 
     @_of_kinds
     def matmul_reduce_scatter(
@@ -211,79 +183,28 @@ class Callers:
         group: Any,
         reduce_op: str = "sum",
         biases: Tensor | Sequence[Tensor | None] | None = None,
+        a_scales: Tensor | Sequence[Tensor] | None = None,
+        b_scales: Tensor | Sequence[Tensor] | None = None,
+        out_dtype: torch.dtype | None = None,
+        use_fast_accum: bool = False,
         sum_dtype: torch.dtype | None = None,
         added: Tensor | None = None,
         factors: Sequence[float] | None = None,
     ) -> Tensor:
         """Multiply, add up the products, then reduce-scatter the sum: `mm + mm + … → reduce_scatter → out_shard`.
 
-        Differentiable as far as torch's own collectives are.
+        Differentiable as far as torch's own collectives are, without scales.
 
         Args:
-            a: Left-hand operand, or one per product.
-            b: Right-hand operand, or one per product.
+            a: Left-hand operand, or one per product; fp8, if there are scales.
+            b: Right-hand operand, or one per product. On CUDA, fp8 that is not column-major is copied.
             scatter_dim: Dimension of the product to scatter along, negative from the end; the last is its columns.
             group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
             reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
             biases: One, or one per product, added on every rank; None adds none.
-            sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
-                the result has it. None converts nothing.
-            added: What this rank adds to its products, in the result's dtype; None adds nothing.
-            factors: What this rank multiplies its products by, once rounded and converted: a number for each, and one
-                more for the whole sum, if that is multiplied too. Powers of two, or negatives of such; None
-                multiplies nothing.
-
-        Shapes:
-            a: `[*, M, *, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; added: `[*, M, *, N]`; result over W ranks:
-            `[*, M/W, *, N]`, or `[*, M, *, N/W]` if the last dimension is scattered.
-
-        Returns:
-            This rank's piece, contiguous.
-
-        Raises:
-            ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
-
-        Source:
-            torch.distributed._functional_collectives (reduce_scatter_single) and torch.addmm.
-        """
-        given: dict[str, Any] = {
-            "reduce_op": reduce_op,
-            "scatter_dim": scatter_dim,
-            "sum_dtype": sum_dtype,
-            "added": added,
-        }
-        return self._reduce("matmul_reduce_scatter", a, b, biases, group, factors, **given)
-
-    @_of_kinds
-    def scaled_matmul_reduce_scatter(
-        self,
-        a: Tensor | Sequence[Tensor],
-        b: Tensor | Sequence[Tensor],
-        a_scales: Tensor | Sequence[Tensor],
-        b_scales: Tensor | Sequence[Tensor],
-        *,
-        scatter_dim: int,
-        group: Any,
-        reduce_op: str = "sum",
-        biases: Tensor | Sequence[Tensor | None] | None = None,
-        out_dtype: torch.dtype = torch.bfloat16,
-        use_fast_accum: bool = False,
-        sum_dtype: torch.dtype | None = None,
-        added: Tensor | None = None,
-        factors: Sequence[float] | None = None,
-    ) -> Tensor:
-        """Multiply fp8 operands with scales, add up the products, then reduce-scatter the sum. Not differentiable.
-
-        Args:
-            a: Left-hand operand, or one per product, fp8.
-            b: Right-hand operand, or one per product, fp8 (on CUDA column-major, else it is copied).
-            a_scales: fp32 factor of each left-hand operand: one number, one per row or per block.
+            a_scales: fp32 factor of each left-hand operand: one number, one per row or per block. None for none.
             b_scales: fp32 factor of each right-hand operand: one number, one per column or per block.
-            scatter_dim: Dimension of the product to scatter along, negative from the end; the last is its columns.
-            group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
-            reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
-            biases: One, or one per product, added on every rank; None adds none.
-            out_dtype: Dtype of the products, and of their sum if that has no other.
+            out_dtype: Dtype of products with scales, and of their sum if that has no other; None: bfloat16.
             use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
             sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
                 the result has it. None converts nothing.
@@ -293,30 +214,38 @@ class Callers:
                 multiplies nothing.
 
         Shapes:
-            As `matmul_reduce_scatter`; a_scales: one element, or `[*, M, *, 1]`; b_scales: one element, or `[1, N]`.
-            Blocks as in `all_gather_scaled_matmul`.
+            a: `[*, M, *, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; added: `[*, M, *, N]`; result over W ranks:
+            `[*, M/W, *, N]`, or `[*, M, *, N/W]` if the last dimension is scattered. a_scales: one element, or
+            `[*, M, *, 1]`; b_scales: one element, or `[1, N]`. Blocks as in `all_gather_matmul`.
 
         Units:
             Scales multiply: the value is `fp8 number × scale`.
 
         Returns:
-            This rank's piece in `out_dtype` or `sum_dtype`, contiguous.
+            This rank's piece, contiguous.
 
         Raises:
             ValueError: Shapes, dtypes, dims or lists that do not fit together, or a group that does not exist.
 
         Source:
-            torch.distributed._functional_collectives (reduce_scatter_single); torch._scaled_mm.
+            torch.distributed._functional_collectives (reduce_scatter_single), torch.addmm and torch._scaled_mm.
         """
-        given: dict[str, Any] = {
-            "reduce_op": reduce_op,
-            "scatter_dim": scatter_dim,
-            "sum_dtype": sum_dtype,
-            "added": added,
-        }
-        given |= {"a_scales": as_list(a_scales), "b_scales": as_list(b_scales)}
-        given |= {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-        return self._reduce("matmul_reduce_scatter", a, b, biases, group, factors, **given)
+        return self._reduce(
+            "matmul_reduce_scatter",
+            a,
+            b,
+            a_scales,
+            b_scales,
+            scatter_dim=scatter_dim,
+            group=group,
+            reduce_op=reduce_op,
+            biases=biases,
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+            sum_dtype=sum_dtype,
+            added=added,
+            factors=factors,
+        )
 
     @_of_kinds
     def matmul_all_reduce(
@@ -327,29 +256,29 @@ class Callers:
         group: Any,
         reduce_op: str = "sum",
         biases: Tensor | Sequence[Tensor | None] | None = None,
+        a_scales: Tensor | Sequence[Tensor] | None = None,
+        b_scales: Tensor | Sequence[Tensor] | None = None,
+        out_dtype: torch.dtype | None = None,
+        use_fast_accum: bool = False,
         sum_dtype: torch.dtype | None = None,
         added: Tensor | None = None,
         factors: Sequence[float] | None = None,
     ) -> Tensor:
         """Multiply, add up the products, then all-reduce the sum: `mm + mm + … → all_reduce → out`.
 
-        Differentiable as far as torch's own collectives are.
+        Differentiable as far as torch's own collectives are, without scales.
 
         Args:
-            a: Left-hand operand, or one per product.
-            b: Right-hand operand, or one per product.
+            a, b: As in `matmul_reduce_scatter`, and so are all arguments but the dimension, which there is none of.
             group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
-            reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
-            biases: One, or one per product, added on every rank; None adds none.
-            sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
-                the result has it. None converts nothing.
-            added: What this rank adds to its products, in the result's dtype; None adds nothing.
-            factors: What this rank multiplies its products by, once rounded and converted: a number for each, and one
-                more for the whole sum, if that is multiplied too. Powers of two, or negatives of such; None
-                multiplies nothing.
+            reduce_op, biases, a_scales, b_scales, out_dtype, use_fast_accum, sum_dtype, added, factors: As there.
 
         Shapes:
             a: `[*, M, K_i]`; b: `[K_i, N]`; biases: `[N]` or `[1, N]`; added and result: `[*, M, N]`, on every rank.
+            a_scales: one element, or `[*, M, 1]`; b_scales: one element, or `[1, N]`. Blocks as in `all_gather_matmul`.
+
+        Units:
+            Scales multiply: the value is `fp8 number × scale`.
 
         Returns:
             The sum, contiguous, the same on all ranks.
@@ -358,64 +287,20 @@ class Callers:
             ValueError: Shapes, dtypes or lists that do not fit together, or a group that does not exist.
 
         Source:
-            torch.distributed._functional_collectives (all_reduce) and torch.addmm.
+            torch.distributed._functional_collectives (all_reduce), torch.addmm and torch._scaled_mm.
         """
-        given: dict[str, Any] = {"reduce_op": reduce_op, "sum_dtype": sum_dtype, "added": added}
-        return self._reduce("matmul_all_reduce", a, b, biases, group, factors, **given)
-
-    @_of_kinds
-    def scaled_matmul_all_reduce(
-        self,
-        a: Tensor | Sequence[Tensor],
-        b: Tensor | Sequence[Tensor],
-        a_scales: Tensor | Sequence[Tensor],
-        b_scales: Tensor | Sequence[Tensor],
-        *,
-        group: Any,
-        reduce_op: str = "sum",
-        biases: Tensor | Sequence[Tensor | None] | None = None,
-        out_dtype: torch.dtype = torch.bfloat16,
-        use_fast_accum: bool = False,
-        sum_dtype: torch.dtype | None = None,
-        added: Tensor | None = None,
-        factors: Sequence[float] | None = None,
-    ) -> Tensor:
-        """Multiply fp8 operands with scales, add up the products, then all-reduce the sum. Not differentiable.
-
-        Args:
-            a: Left-hand operand, or one per product, fp8.
-            b: Right-hand operand, or one per product, fp8 (on CUDA column-major, else it is copied).
-            a_scales: fp32 factor of each left-hand operand: one number, one per row or per block.
-            b_scales: fp32 factor of each right-hand operand: one number, one per column or per block.
-            group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
-            reduce_op: `"sum"` or `"avg"` over the ranks (the products of one rank are always summed).
-            biases: One, or one per product, added on every rank; None adds none.
-            out_dtype: Dtype of the products, and of their sum if that has no other.
-            use_fast_accum: Whether CUDA may accumulate with less than fp32's precision.
-            sum_dtype: float32: products of 16 bits, once rounded, are converted to it before anything is added, and
-                the result has it. None converts nothing.
-            added: What this rank adds to its products, in the result's dtype; None adds nothing.
-            factors: What this rank multiplies its products by, once rounded and converted: a number for each, and one
-                more for the whole sum, if that is multiplied too. Powers of two, or negatives of such; None
-                multiplies nothing.
-
-        Shapes:
-            As `matmul_all_reduce`; a_scales: one element, or `[*, M, 1]`; b_scales: one element, or `[1, N]`.
-            Blocks as in `all_gather_scaled_matmul`.
-
-        Units:
-            Scales multiply: the value is `fp8 number × scale`.
-
-        Returns:
-            The sum in `out_dtype` or `sum_dtype`, contiguous, the same on all ranks.
-
-        Raises:
-            ValueError: Shapes, dtypes or lists that do not fit together, or a group that does not exist.
-
-        Source:
-            torch.distributed._functional_collectives (all_reduce); torch._scaled_mm.
-        """
-        given: dict[str, Any] = {"reduce_op": reduce_op, "sum_dtype": sum_dtype, "added": added}
-        given |= {"a_scales": as_list(a_scales), "b_scales": as_list(b_scales)}
-        given |= {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-        return self._reduce("matmul_all_reduce", a, b, biases, group, factors, **given)
+        return self._reduce(
+            "matmul_all_reduce",
+            a,
+            b,
+            a_scales,
+            b_scales,
+            group=group,
+            reduce_op=reduce_op,
+            biases=biases,
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+            sum_dtype=sum_dtype,
+            added=added,
+            factors=factors,
+        )

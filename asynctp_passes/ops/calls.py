@@ -20,11 +20,6 @@ from torch import Tensor
 
 from asynctp_passes.torch_private import process_groups
 
-__all__ = [
-    "COLLECTIVES", "INVARIANT", "OPS", "SCALES", "SIGNATURES", "AllGatherCall", "AllReduceCall", "Call",
-    "CollectiveCall", "GatherCall", "ReduceCall", "ReduceScatterCall", "Signature", "signature",
-]  # fmt: skip
-
 
 class GatherCall(NamedTuple):
     """The arguments of a gather and its matmuls.

@@ -15,24 +15,9 @@ from torch import Tensor
 
 from asynctp_passes.config import cpu_implementation
 from asynctp_passes.ops.arguments import group_and_size, operands_of
-from asynctp_passes.ops.calls import GatherCall, ReduceCall, signature
+from asynctp_passes.ops.calls import Call, GatherCall, signature
 from asynctp_passes.ops.plain_collectives import gather
 from asynctp_passes.torch_private import process_groups
-
-__all__ = [
-    "calls_made",
-    "compares_calls",
-    "expected_implementation",
-    "explain",
-    "finds_kernels",
-    "implementation",
-    "kernels_for",
-    "meet",
-    "on_wire",
-    "overlapped",
-    "refresh",
-    "variant_reason",
-]
 
 log = logging.getLogger("asynctp_passes.ops")
 
@@ -230,27 +215,17 @@ def calls_made() -> dict[tuple[str, str], int]:
 class NoKernels:
     """Stands in for the kernels where there are none: every call runs its program, in plain collectives."""
 
-    def run_gather(
-        self, call: GatherCall, check: Callable[[GatherCall], None], program: Callable[[GatherCall], Any]
-    ) -> Any:
-        """Check and run. A rank whose call is refused sends its shard all the same: its peers' calls are right."""
+    def run(self, call: Call, check: Callable[[Call], None], program: Callable[[Call], Any]) -> Any:
+        """Check and run. A rank whose gather is refused sends its shard all the same: its peers' calls are right."""
         _made[call.op, "sequential"] += 1
         try:
             check(call)
         except ValueError:
-            if group_and_size(call.group_name)[1] == call.group_size:
+            if isinstance(call, GatherCall) and group_and_size(call.group_name)[1] == call.group_size:
                 for part in (call.a_shard, call.row_numbers):
                     if part is not None:
                         gather(part.reshape(1, -1), 0, call.group_size, call.group_name)
             raise
-        return program(call)
-
-    def run_reduce(
-        self, call: ReduceCall, check: Callable[[ReduceCall], None], program: Callable[[ReduceCall], Any]
-    ) -> Any:
-        """Check and run."""
-        _made[call.op, "sequential"] += 1
-        check(call)
         return program(call)
 
 

@@ -31,10 +31,9 @@ from asynctp_passes.ops.arguments import check_group, group_and_size
 from asynctp_passes.ops.calls import COLLECTIVES
 from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.ops.choice import overlapped
+from asynctp_passes.ops.recipes import FP8_DTYPES
 from asynctp_passes.ops.register import register
 from asynctp_passes.torch_private import process_groups, torch_ops
-
-__all__ = ["OPS", "all_gather", "all_reduce", "reduce_scatter"]
 
 ALL_REDUCE_OPS = (*REDUCE_OPS, *EXTREMES)
 OPS = {
@@ -58,7 +57,7 @@ def _real_all_gather(
             return found
     check()
     shard = _unchanged(shard, copy)
-    fp8 = shard.dtype in plain.FP8_DTYPES  # gloo has no such type
+    fp8 = shard.dtype in FP8_DTYPES  # gloo has no such type
     wire = shard.view(torch.uint8) if fp8 else shard
     gather = torch.ops._c10d_functional.all_gather_into_tensor
     full: Tensor = gather(wire, group_size, process_groups.group_name_of(group_name))
@@ -92,9 +91,9 @@ def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any, accord: in
         group_and_size(group_name)
         _check_reduction("all_reduce", reduce_op, ALL_REDUCE_OPS)
 
-    cuda = overlapped(tensor)
-    if (run := getattr(cuda, "run_bulk_all_reduce", None)) is not None:
-        found: Tensor | None = run(tensor, reduce_op, process_groups.process_group(group_name), check, accord)
+    if (cuda := overlapped(tensor)) is not None:
+        group = process_groups.process_group(group_name)
+        found: Tensor | None = cuda.run_bulk_all_reduce(tensor, reduce_op, group, check, accord)
         if found is not None:
             return found
     check()
@@ -139,8 +138,8 @@ def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
 
 def complete(result: Tensor) -> bool:
     """Complete a collective's result on the current stream; False where torch's `wait_tensor` has to."""
-    land = getattr(overlapped(result), "land", None)
-    return land is not None and bool(land(result))
+    kernels = overlapped(result)
+    return kernels is not None and bool(kernels.land(result))
 
 
 # --- fake implementations ---------------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ from asynctp_passes.ops.arguments import group_and_size, normalize_dim
 from asynctp_passes.ops.recipes import FP8_DTYPES
 from asynctp_passes.torch_private import process_groups
 
-__all__ = ["FP8_DTYPES", "Mover", "all_reduce", "gather", "gather_with", "gathered_shape", "reduce_scatter"]
-
 
 class Mover(Protocol):
     """Collectives of a group on a wire of its own, complete when they return; None where it has none for a call.

@@ -13,19 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BLOCK",
-    "FP8_DTYPES",
-    "IN_BLOCKS",
-    "RECIPES",
-    "SCALED_AFTER_DTYPES",
-    "SCALE_DTYPE",
-    "Cover",
-    "Recipe",
-    "blocks_in",
-    "recipe_of",
-]
-
 BLOCK = 128
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALED_AFTER_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int8)

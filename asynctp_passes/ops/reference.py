@@ -2,7 +2,7 @@
 
 `run` is the program of any call, whose arguments are checked already; the ops run it wherever no kernel takes over.
 The functions with the callers' names check their arguments, take any spelling of a process group and are meant to be
-called by hand. The `unfused_*` functions have the ops' own argument lists.
+called by hand. `UNFUSED` has the programs with the ops' own argument lists.
 
 Numerics: every matmul is rounded once to its output dtype (bias included), converted to `sum_dtype` if there is one,
 and multiplied by its factor if there are `factors`. Then the matmuls are added in list order, `added` last; that is
@@ -24,42 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asynctp_passes.ops.arguments import group_and_size
 from asynctp_passes.ops.callers import Callers
 from asynctp_passes.ops.calls import OPS, SIGNATURES, Call, GatherCall, ReduceCall
 from asynctp_passes.ops.plain_collectives import (
     Mover,
     all_reduce,
-    gather,
     gather_with,
-    gathered_shape,
     reduce_scatter,
 )
 from asynctp_passes.ops.recipes import BLOCK, FP8_DTYPES, Recipe, blocks_in, recipe_of
 from asynctp_passes.torch_private import torch_ops
-
-__all__ = [
-    "Callers",
-    "all_gather_matmul",
-    "all_gather_scaled_matmul",
-    "all_reduce",
-    "gather",
-    "gathered_shape",
-    "group_and_size",
-    "matmul_all_reduce",
-    "matmul_reduce_scatter",
-    "multiplied",
-    "product",
-    "reduce_scatter",
-    "run",
-    "scaled_matmul_all_reduce",
-    "scaled_matmul_reduce_scatter",
-    "scaled_product",
-    "split_factors",
-    "unfused_all_gather_matmul",
-    "unfused_matmul_all_reduce",
-    "unfused_matmul_reduce_scatter",
-]
 
 
 # --- the programs --------------------------------------------------------------------------------------------------
@@ -250,14 +224,7 @@ def _unfused(op: str, *arguments: Any, mover: Mover | None = None) -> Any:
 UNFUSED = types.SimpleNamespace(**{op: functools.partial(_unfused, op) for op in OPS})
 """The programs with the ops' argument lists, by the names of the ops."""
 
-unfused_all_gather_matmul = UNFUSED.all_gather_matmul
-unfused_matmul_reduce_scatter = UNFUSED.matmul_reduce_scatter
-unfused_matmul_all_reduce = UNFUSED.matmul_all_reduce
-
 _callers = Callers(UNFUSED, checks=True)
 all_gather_matmul = _callers.all_gather_matmul
-all_gather_scaled_matmul = _callers.all_gather_scaled_matmul
 matmul_reduce_scatter = _callers.matmul_reduce_scatter
-scaled_matmul_reduce_scatter = _callers.scaled_matmul_reduce_scatter
 matmul_all_reduce = _callers.matmul_all_reduce
-scaled_matmul_all_reduce = _callers.scaled_matmul_all_reduce

@@ -20,12 +20,10 @@ from asynctp_passes.ops.choice import kernels_for
 from asynctp_passes.ops.plain_collectives import gathered_shape
 from asynctp_passes.torch_private import torch_ops
 
-__all__ = ["register", "register_fused", "results", "short_cut"]
-
 
 # --- real ----------------------------------------------------------------------------------------------------------
-def _gather(op: str) -> Callable[..., Any]:
-    """The function that torch calls for the op that gathers, with its arguments in the schema's order.
+def _real(op: str) -> Callable[..., Any]:
+    """The function that torch calls for an op, with its arguments in the schema's order.
 
     Kernels are chosen as a value, or their stand-in. They run the call, or its reference program on their own wire.
     """
@@ -35,27 +33,9 @@ def _gather(op: str) -> Callable[..., Any]:
         call = make(*arguments)
         if torch.is_grad_enabled():
             refuse_lost_gradients(call.biases)
-        return kernels_for(call.a_shard).run_gather(call, check_in_group, program)
+        return kernels_for(call.first).run(call, check_in_group, program)
 
     return real
-
-
-def _reduce(op: str) -> Callable[..., Any]:
-    """The function that torch calls for an op that reduces, as that of a gather."""
-    make, program = SIGNATURES[op].call, reference.run
-
-    def real(*arguments: Any) -> Any:
-        call = make(*arguments)
-        if torch.is_grad_enabled():
-            refuse_lost_gradients(call.biases)
-        kernels = kernels_for(call.a_parts[0] if call.a_parts else None)
-        return kernels.run_reduce(call, check_in_group, program)
-
-    return real
-
-
-def _real(op: str) -> Callable[..., Any]:
-    return _gather(op) if op.startswith("all_gather") else _reduce(op)
 
 
 # --- fake ----------------------------------------------------------------------------------------------------------

@@ -33,8 +33,6 @@ from asynctp_passes.ops.register import register
 from asynctp_passes.torch_private import process_groups
 from asynctp_passes.waiting import looks, ranks_named
 
-__all__ = ["begin", "has_begun", "run_check"]
-
 log = logging.getLogger("asynctp_passes.ops")
 
 WARN_S = 10.0

@@ -41,8 +41,6 @@ from asynctp_passes.planning.legality import SMALL_BYTES, Context
 from asynctp_passes.planning.overlap import order_beside
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["deviations_of", "find_buckets"]
-
 _GROUP_OF_MESH = "_dtensor.mesh_get_process_group.default"
 Key = tuple[object, ...]
 

@@ -15,21 +15,6 @@ from asynctp_passes.ir.nodes import tensor_of
 from asynctp_passes.matching.chains import Chain, GatherChain, Hoist, ScatterChain
 from asynctp_passes.reasons import Refusal
 
-__all__ = [
-    "LATENCY_BYTES",
-    "Cost",
-    "Machine",
-    "bytes_of",
-    "cost_of",
-    "covers",
-    "hoist_pays",
-    "machine_for",
-    "overlaps",
-    "overlaps_little",
-    "received_bytes",
-    "work_of",
-]
-
 
 @dataclass(frozen=True)
 class Machine:

@@ -22,8 +22,6 @@ from asynctp_passes.reasons import GATHER_IS_RIGHT_OPERAND as RIGHT_OPERAND
 from asynctp_passes.reasons import RANKS_DIFFER, RESULT_DROPPED, Refusal
 from asynctp_passes.torch_private import partitioner
 
-__all__ = ["allowed", "decide", "decide_graph", "unused_collectives", "without"]
-
 
 def decide_graph(graph: fx.Graph, config: Config, answers: Answers | None = None) -> tuple[list[Decision], Context]:
     """One decision per collective of a graph, in order, and what they were made with.

@@ -27,23 +27,6 @@ from asynctp_passes.planning.deviations import LOCAL, Words
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = [
-    "CHECKS",
-    "CONTRACTION_LIMIT",
-    "SMALL_BYTES",
-    "Check",
-    "Context",
-    "blind_calls",
-    "can_be_alone",
-    "can_scatter",
-    "groups_on_wire",
-    "is_named_for_data",
-    "is_on_wire",
-    "is_tensor_parallel",
-    "on_wire",
-    "ranks_alike",
-]
-
 _PLAIN_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
 _OUT_DTYPES = {torch.bfloat16, torch.float16, torch.float32}

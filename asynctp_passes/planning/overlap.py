@@ -33,8 +33,6 @@ from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.planning import cost_model
 from asynctp_passes.reasons import Reason, Refusal
 
-__all__ = ["LEAST_BYTES", "order_beside", "plan_overlap"]
-
 LEAST_BYTES = cost_model.LATENCY_BYTES
 """A collective of fewer bytes that no matmul takes in stays: it costs the host more to start."""
 

@@ -33,17 +33,6 @@ from asynctp_passes.planning.overlap import plan_overlap
 from asynctp_passes.reasons import RESULT_DROPPED, Outcome, Refusal
 from asynctp_passes.torch_private import inductor_order
 
-__all__ = [
-    "Plan",
-    "outcome_of",
-    "planned",
-    "questions_of",
-    "unfused",
-    "untouched",
-    "with_accords",
-    "without_refused",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:

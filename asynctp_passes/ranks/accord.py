@@ -45,8 +45,6 @@ from asynctp_passes.reporting.internal import sources_digest
 from asynctp_passes.torch_private import dynamo, process_groups
 from asynctp_passes.waiting import ranks_named
 
-__all__ = ["LATE_S", "REFUSES_ALL", "WARN_S", "ask", "has_peers", "number_of", "refuse"]
-
 log = logging.getLogger(__name__)
 
 WARN_S = 5.0

@@ -19,8 +19,6 @@ from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_uncompiled
 from asynctp_passes.torch_private import giving_up, process_groups
 
-__all__ = ["note"]
-
 
 def note(report: Report, config: Config) -> None:
     """Note a graph that is compiled or came from a cache, should Dynamo give up the function that it is of."""

@@ -23,8 +23,6 @@ from asynctp_passes.rewriting import toposort
 from asynctp_passes.rewriting.rewrite import rewrite
 from asynctp_passes.torch_private import dynamo, fx_graphs
 
-__all__ = ["UndoOnError"]
-
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

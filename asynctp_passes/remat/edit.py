@@ -17,8 +17,6 @@ from asynctp_passes.planning import cost_model
 from asynctp_passes.remat.expressible import Halves, Rematerialization
 from asynctp_passes.torch_private import partitioner
 
-__all__ = ["rematerialize"]
-
 
 def rematerialize(halves: Halves, chosen: Sequence[Rematerialization]) -> None:
     """Edit both graphs.

@@ -45,8 +45,6 @@ from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.planning.deviations import of_rematerialized
 from asynctp_passes.torch_private import partitioner, symbolic_sizes, torch_ops
 
-__all__ = ["Halves", "Rematerialization", "find_rematerializations", "repeatable_uses"]
-
 _SMALL = 16
 """A saved tensor with less than this part of the gathered bytes, one in so many, may stay saved."""
 

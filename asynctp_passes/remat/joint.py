@@ -33,8 +33,6 @@ from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting import toposort
 from asynctp_passes.torch_private import partitioner
 
-__all__ = ["run_joint"]
-
 log = logging.getLogger(__name__)
 
 

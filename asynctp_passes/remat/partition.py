@@ -19,8 +19,6 @@ from asynctp_passes.remat.expressible import Halves, find_rematerializations
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.torch_private import dynamo, partitioner
 
-__all__ = ["run_partition"]
-
 log = logging.getLogger(__name__)
 
 _Divided = tuple[fx.GraphModule, fx.GraphModule]

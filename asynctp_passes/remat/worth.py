@@ -30,8 +30,6 @@ from asynctp_passes.planning import cost_model
 from asynctp_passes.remat.expressible import repeatable_uses
 from asynctp_passes.torch_private import partitioner
 
-__all__ = ["LEAST_BYTES", "rematerialization_candidates"]
-
 LEAST_BYTES = 32 << 20
 """`"auto"` leaves a gather by which a rank receives fewer: the host takes as long to start it (0.1 ms), and a program
 that moves so little waits for the host. Source: `docs/results/2026-11-22-h200x2/regather.txt`.

@@ -21,8 +21,6 @@ from asynctp_passes.reporting.internal import contained
 from asynctp_passes.reporting.report import Remark, Report
 from asynctp_passes.torch_private import dynamo, tensor_storage
 
-__all__ = ["cut_chains", "forget", "remembering"]
-
 _CALLS = 16
 """Calls of a compiled function whose results are remembered: the functions that take them are compiled by then."""
 

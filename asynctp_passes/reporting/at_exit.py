@@ -14,8 +14,6 @@ from asynctp_passes.errors import ExpectError
 from asynctp_passes.reporting.picture import Picture, picture
 from asynctp_passes.torch_private import process_groups
 
-__all__ = ["require_at_exit", "waive"]
-
 
 def require_at_exit(fused: int, missed: int) -> None:
     """Have the process end with exit status 1, and say why, where `Summary.require` raises at its end.

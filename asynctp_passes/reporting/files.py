@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import select
 import stat
 import time
 from pathlib import Path
-
-__all__ = ["remedy", "write", "write_whole"]
 
 WAIT_S = 2.0
 """Seconds that a pipe may take to be read from before a text for it is given up."""
@@ -58,16 +57,24 @@ def _write(file: int, data: memoryview) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file, in whose place there is what was there before until all of it is written.
+    """Write a file, in whose place there is what was there before until all of it is on the disk.
 
-    A link stays one, and a file keeps its permissions; a new one gets those of the user's umask.
+    Its folder is made if need be. A link stays one, and a file keeps its permissions; a new one gets those of the
+    user's umask.
+
+    Raises:
+        OSError: It cannot be written; then the old file is as it was.
     """
-    place = path.resolve()
-    written = place.with_name(f"{place.name}.{os.getpid()}")
+    place = Path(os.path.realpath(path))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    written = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
     try:
-        written.write_bytes(data)
-        if place.exists():
-            written.chmod(stat.S_IMODE(place.stat().st_mode))
+        with written.open("xb") as file:
+            if place.exists():
+                written.chmod(stat.S_IMODE(place.stat().st_mode))
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         written.replace(place)
     finally:
         written.unlink(missing_ok=True)

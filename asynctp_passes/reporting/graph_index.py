@@ -21,8 +21,6 @@ from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.typed_json import read
 from asynctp_passes.torch_private import dynamo
 
-__all__ = ["INDEX", "About", "write_index"]
-
 log = logging.getLogger(__name__)
 
 INDEX = "index.html"

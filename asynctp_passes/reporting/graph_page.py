@@ -30,8 +30,6 @@ from asynctp_passes.reporting.graph_index import About, write_index
 from asynctp_passes.reporting.report import Remark, Report
 from asynctp_passes.torch_private import dynamo, partitioner, torch_ops
 
-__all__ = ["InputName", "Names", "picture", "write_page"]
-
 log = logging.getLogger(__name__)
 
 

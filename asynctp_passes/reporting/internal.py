@@ -24,8 +24,6 @@ from asynctp_passes.ir.registry import RegistryError
 from asynctp_passes.reasons import INTERNAL_ERROR
 from asynctp_passes.torch_private import dynamo
 
-__all__ = ["FORESEEN", "contained", "sources_digest", "summary_of", "tell", "versions"]
-
 log = logging.getLogger(__name__)
 
 FORESEEN = (AsyncTPError, ConfigError, RegistryError, MemoryError, torch.OutOfMemoryError)
@@ -108,11 +106,11 @@ def tell(error: Exception, doing: str, outcome: str, graph: Callable[[], str] | 
 
 
 @contextlib.contextmanager
-def contained(doing: str, outcome: str = "The program goes on") -> Iterator[None]:
+def contained(doing: str) -> Iterator[None]:
     """Tell of an error in the body that nobody foresaw, and go on after it."""
     try:
         yield
     except FORESEEN:
         raise
     except Exception as error:
-        tell(error, doing, outcome)
+        tell(error, doing, "The program goes on")

@@ -17,8 +17,6 @@ from asynctp_passes.reporting import torch_notes
 from asynctp_passes.reporting.report import Bucketed, Remark, Report
 from asynctp_passes.torch_private import dynamo
 
-__all__ = ["plan_digest", "report_of_graph"]
-
 
 def report_of_graph(
     graph: fx.Graph,

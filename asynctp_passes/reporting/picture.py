@@ -15,8 +15,6 @@ from asynctp_passes.ops.choice import calls_made
 from asynctp_passes.reporting.report import Remark, Report
 from asynctp_passes.torch_private import dynamo, process_groups
 
-__all__ = ["Picture", "Summary", "picture"]
-
 log = logging.getLogger(__name__)
 
 _GRAPHS_BEFORE_A_WARNING = 3

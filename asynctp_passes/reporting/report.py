@@ -17,8 +17,6 @@ from asynctp_passes.ir.records import Crossing, Question
 from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting.typed_json import read
 
-__all__ = ["SCHEMA", "Bucketed", "Note", "NoteKind", "Outcome", "Remark", "Report"]
-
 SCHEMA = 3
 """Version of the JSON that `Report.to_json` writes, its field `schema`; no other one is read."""
 

@@ -17,8 +17,6 @@ from asynctp_passes.reporting.report import Report
 from asynctp_passes.torch_private import dynamo, inductor_compile, process_groups
 from asynctp_passes.torch_private.uncompiled import Uncompiled
 
-__all__ = ["judge_uncompiled", "raise_if_strict", "raise_if_strict_across", "raise_uncompiled"]
-
 log = logging.getLogger(__name__)
 
 _parts: weakref.WeakKeyDictionary[fx.GraphModule, dict[fx.Graph, Report]] = weakref.WeakKeyDictionary()

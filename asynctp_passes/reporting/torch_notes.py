@@ -15,8 +15,6 @@ from asynctp_passes.ir.order import opaque_ops
 from asynctp_passes.reporting.report import Note
 from asynctp_passes.torch_private import dynamo, process_groups
 
-__all__ = ["from_another_process", "hidden_calls", "notes"]
-
 _NAMED = 8
 """How many ops a note names."""
 
@@ -97,13 +95,9 @@ def from_another_process(notes: Sequence[Note]) -> tuple[Note, ...]:
     return (*([Note("breaks", hidden)] if (hidden := hidden_calls()) else []), *own)
 
 
-def hidden_calls(breaks: Sequence[str] | None = None) -> str:
-    """The note on collectives and matmuls that run outside every graph, where no pass sees them; empty without any.
-
-    Args:
-        breaks: Why dynamo broke graphs; what it did in this process, when None.
-    """
-    texts = dynamo.graph_breaks() if breaks is None else breaks
+def hidden_calls() -> str:
+    """The note on collectives and matmuls that run outside every graph, where no pass sees them; empty without any."""
+    texts = dynamo.graph_breaks()
     counts = {mark: sum(mark in text for text in texts) for mark in _HIDING}
     return "; ".join(_hidden(mark, count) for mark, count in counts.items() if count)
 

@@ -9,8 +9,6 @@ import types
 import typing
 from typing import Any, Literal
 
-__all__ = ["read"]
-
 _MOST_NESTED = 6
 _LARGEST = 2**63
 

@@ -19,8 +19,6 @@ from asynctp_passes.matching.chains import Bucket, Chain
 from asynctp_passes.planning.plan import Plan
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["INHERITED", "Builder", "RewriteState", "Site"]
-
 _aten = torch.ops.aten
 INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "from_node", "seq_nr", "custom")
 """Entries of `meta` that a new node takes from the node that it stands for."""

@@ -15,8 +15,6 @@ from asynctp_passes.layout.propagation import is_view
 from asynctp_passes.matching.chains import Chain
 from asynctp_passes.rewriting.builder import Builder
 
-__all__ = ["erase_dropped", "erase_unused", "read_sizes_elsewhere", "replaced_nodes", "shared_by"]
-
 
 def read_sizes_elsewhere(build: Builder, chain: Chain) -> None:
     """Read sizes of vanishing tensors off the chain's inputs instead, so that nothing keeps them alive."""

@@ -29,17 +29,6 @@ from asynctp_passes.rewriting.cleanup import erase_unused, shared_by
 from asynctp_passes.rewriting.places import mark_items
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = [
-    "OWN_OPS",
-    "emit_alone",
-    "emit_bucket",
-    "emit_left_items",
-    "emit_own_parts",
-    "give_own_part",
-    "options_of",
-    "use_own_op",
-]
-
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 OWN_OPS = {
     "all_gather": torch.ops.asynctp.all_gather.default,

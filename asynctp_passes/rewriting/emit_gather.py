@@ -26,8 +26,6 @@ from asynctp_passes.rewriting.emit_on_shard import finish_side_gathers, parts_on
 from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale, shape_of_scales
 from asynctp_passes.torch_private import inductor_options
 
-__all__ = ["emit_gather"]
-
 _aten = torch.ops.aten
 
 

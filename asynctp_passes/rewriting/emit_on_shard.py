@@ -20,8 +20,6 @@ from asynctp_passes.rewriting.builder import Builder
 from asynctp_passes.rewriting.emit_alone import OWN_OPS, options_of, use_own_op
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["finish_side_gathers", "nodes_after_kept_gather", "parts_on_shard", "start_side_gathers"]
-
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 

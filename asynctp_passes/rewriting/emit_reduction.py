@@ -26,8 +26,6 @@ from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
 from asynctp_passes.rewriting.emit_alone import give_own_part, options_of
 from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale, shape_of_scales
 
-__all__ = ["emit_reduction"]
-
 _aten = torch.ops.aten
 
 

@@ -15,8 +15,6 @@ from asynctp_passes.rewriting.builder import RewriteState
 from asynctp_passes.rewriting.places import mark_front
 from asynctp_passes.torch_private import symbolic_sizes
 
-__all__ = ["Checks", "emit_run_checks", "mark_run_checks", "placed"]
-
 Checks = list[tuple[list[Collective], fx.Node]]
 """The collectives of a group, each with the node or the mark in front of which its ranks compare."""
 

@@ -12,8 +12,6 @@ from asynctp_passes.ir.nodes import value_of
 from asynctp_passes.ir.sizes import Size, divided, product, same
 from asynctp_passes.rewriting.builder import Builder
 
-__all__ = ["column_scale", "right_operand", "row_bias", "row_scale", "shape_of_scales"]
-
 
 def right_operand(build: Builder, matmul: Matmul) -> fx.Node:
     """The right operand as [K, N]."""

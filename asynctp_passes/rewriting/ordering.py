@@ -36,8 +36,6 @@ from asynctp_passes.rewriting import toposort
 from asynctp_passes.rewriting.emit_alone import OWN_OPS, use_own_op
 from asynctp_passes.torch_private import dynamo, inductor_options, inductor_order
 
-__all__ = ["Moves", "keep_order", "put_in_program_order", "schedule"]
-
 log = logging.getLogger(__name__)
 
 _TORCHS = ("_c10d_functional", "c10d.", "_dtensor.")

@@ -9,8 +9,6 @@ from torch import fx
 from asynctp_passes.matching.chains import Chain
 from asynctp_passes.rewriting.builder import RewriteState
 
-__all__ = ["erase_marks", "mark_front", "mark_items", "place_of"]
-
 
 def mark_front(state: RewriteState, place: fx.Node) -> fx.Node:
     """A new mark in front of a node. It stays where that is erased."""

@@ -28,8 +28,6 @@ from asynctp_passes.rewriting.ordering import Moves, keep_order, schedule
 from asynctp_passes.rewriting.places import erase_marks, mark_front, place_of
 from asynctp_passes.rewriting.store_scales import scales_to_store, store
 
-__all__ = ["rewrite"]
-
 
 def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.

@@ -24,8 +24,6 @@ from asynctp_passes.layout.propagation import is_view
 from asynctp_passes.rewriting.builder import INHERITED
 from asynctp_passes.torch_private import inductor_order
 
-__all__ = ["LEAST_ELEMENTS", "LEAST_SPREAD", "scales_to_store", "store"]
-
 LEAST_ELEMENTS = 1 << 20
 """Elements of what is multiplied, below which a kernel more costs as much as it saves."""
 LEAST_SPREAD = 64

@@ -23,8 +23,6 @@ from asynctp_passes.ir.traversal import reachable, steps_of
 from asynctp_passes.layout.propagation import shares_memory
 from asynctp_passes.torch_private import torch_ops
 
-__all__ = ["CannotSort", "is_sorted", "sort"]
-
 _Pair = tuple[fx.Node, fx.Node]
 
 

@@ -24,8 +24,6 @@ from asynctp_passes.layout.propagation import is_view
 from asynctp_passes.rewriting.builder import INHERITED
 from asynctp_passes.torch_private import fx_graphs
 
-__all__ = ["ungroup"]
-
 
 def ungroup(graph: fx.Graph) -> None:
     """Replace ops of several tensors between collectives and matmuls by single ones, in place."""

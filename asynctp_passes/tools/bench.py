@@ -38,6 +38,7 @@ from torch import Tensor
 
 import asynctp_passes.ops  # noqa: F401  registers the ops
 from asynctp_passes.config import can_be_written
+from asynctp_passes.ops import plain_collectives as plain
 from asynctp_passes.ops import reference
 from asynctp_passes.ops.calls import SCALES, signature
 from asynctp_passes.reporting.files import write_whole
@@ -226,7 +227,7 @@ class Call:
             tensor.copy_(values.to(tensor.dtype))
         if self.gathers:
             shards = [*self.a_parts, *(self.a_scales if self.travels else [])]
-            whole = [reference.gather(shard, self.dim, self.world, self.group) for shard in shards]
+            whole = [plain.gather(shard, self.dim, self.world, self.group) for shard in shards]
             self._whole = self._whole or whole
             for old, new in zip(self._whole, whole, strict=True):
                 old.copy_(new)
@@ -255,15 +256,15 @@ class Call:
             products.append(product if bias is None else product + bias.float())
         if self.gathers:
             full = [self.full.float()] if self.call.return_a_full else []
-            along = [] if self.along is None else [reference.gather(self.along, self.dim, self.world, self.group)]
+            along = [] if self.along is None else [plain.gather(self.along, self.dim, self.world, self.group)]
             return [*products, *full, *along]
         total, how = (
             self._sum(products, None if self.call.added is None else self.call.added.float()),
             self.call.reduce_op,
         )
         if self.op.endswith("all_reduce"):
-            return [reference.all_reduce(total, how, self.group)]
-        return [reference.reduce_scatter(total, how, self.dim, self.world, self.group)]
+            return [plain.all_reduce(total, how, self.group)]
+        return [plain.reduce_scatter(total, how, self.dim, self.world, self.group)]
 
     def error(self, function: Callable[[], list[Tensor]]) -> float:
         """How far the results are from fp32, on new data: the worst row's relative distance, of any rank."""
@@ -336,14 +337,14 @@ class Call:
             return [*self._products(full, scale), *([full] if self.call.return_a_full else []), *along]
         total, how, c10d = self._total(), self.call.reduce_op, torch.ops._c10d_functional
         if self.op.endswith("all_reduce"):
-            return [reference.all_reduce(total, how, self.group, in_place=True)]
+            return [plain.all_reduce(total, how, self.group, in_place=True)]
         if self.dim == 0 and how == "sum":
             return [c10d.wait_tensor(c10d.reduce_scatter_tensor(total, how, self.world, self.group))]
-        return [reference.reduce_scatter(total, how, self.dim, self.world, self.group)]
+        return [plain.reduce_scatter(total, how, self.dim, self.world, self.group)]
 
     def _gather(self, shard: Tensor) -> Tensor:
         if self.dim != 0 or not shard.is_contiguous():
-            return reference.gather(shard, self.dim, self.world, self.group)
+            return plain.gather(shard, self.dim, self.world, self.group)
         c10d, raw = torch.ops._c10d_functional, shard.view(torch.uint8) if shard.itemsize == 1 else shard
         return c10d.wait_tensor(c10d.all_gather_into_tensor(raw, self.world, self.group)).view(shard.dtype)
 
@@ -686,7 +687,7 @@ def _mean_time(variant: str, found: Sequence[Row]) -> float:
 def write_tuning(found: Sequence[Row]) -> Path:
     """Merge what was measured into the table that the selector reads."""
     path = select.table_path()
-    tables.write(path, tables.merged(select.read_tuned(path), tuning_table(found)))
+    write_whole(path, tables.as_text(tables.merged(select.read_tuned(path), tuning_table(found))).encode())
     return path
 
 

@@ -35,8 +35,6 @@ from asynctp_passes.reporting import files
 from asynctp_passes.reporting.report import Remark, Report
 from asynctp_passes.tools import profile
 
-__all__ = ["main"]
-
 _EPILOG = (
     "exit codes: 0 done; 1 the demo's curves disagree, a collective was not fused, a measured result is wrong, or "
     "the doctor found what will not work; 2 could not run; "

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GATHER_SHAPES", "SCATTER_SHAPES", "draw_calls", "draw_steps", "pyplot"]
-
 #: (K, N) per rank: what Llama-3 70B (TP 4) and 8B multiply after a gather and before a scatter
 GATHER_SHAPES = ((8192, 2560), (8192, 14336), (4096, 7168), (8192, 3584))
 SCATTER_SHAPES = ((2048, 8192), (7168, 8192), (3584, 4096))

@@ -23,22 +23,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "RULES",
-    "Event",
-    "Panel",
-    "Rule",
-    "Summary",
-    "Trace",
-    "TraceError",
-    "compare",
-    "folded",
-    "read",
-    "render",
-    "summarize",
-    "timeline",
-]
-
 KINDS = ("communication", "compute", "other")
 _GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _ANNOTATION = "gpu_user_annotation"

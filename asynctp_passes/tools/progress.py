@@ -7,8 +7,6 @@ import time
 from collections.abc import Collection, Iterator
 from typing import TypeVar
 
-__all__ = ["Steps"]
-
 _Item = TypeVar("_Item")
 
 

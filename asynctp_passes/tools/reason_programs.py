@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 
-__all__ = ["NO_PROGRAM", "PROGRAMS", "RANKS", "Program", "source_of"]
-
 RANKS = 4
 """Size of the group that the programs are written for."""
 

@@ -27,6 +27,7 @@ import gemm
 import torch
 from asynctp_kernels.cuda.choose.tiles import FewRowsTiles, few_rows_is_faster, few_rows_tiles
 from asynctp_kernels.cuda.gemm import few_rows
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.cublas import Scaling, matmul
 from asynctp_kernels.cuda.gemm.few_rows import FewRows
 from asynctp_kernels.cuda.gemm.own_matmul import WholeGemm, own_matmul
@@ -66,11 +67,12 @@ def operands(kind: str, m: int, k: int, n: int, copies: int) -> Operands:
 def ours(
     a: Tensor, bs: list[Tensor], out: Tensor, a_scale: Tensor | None, b_scales: list[Tensor], kind: Any = FewRows
 ) -> Call:
-    made = kind(a, bs[:1], [out], a_scale, b_scales, [None])
+    example = Matrices(a, bs[:1], [out], a_scale, b_scales)
+    made = kind(example)
 
     def call(i: int) -> str:
         stream = torch.cuda.current_stream().cuda_stream
-        made(stream, a, [bs[i % len(bs)]], [out], a_scale, b_scales, [None])
+        made(stream, example._replace(bs=[bs[i % len(bs)]]))
         return type(made).__name__
 
     return call
@@ -122,18 +124,17 @@ def check_streams(kind: str, k: int, n: int) -> dict[str, Any]:
     """
     rows, streams, calls = 2048, [torch.cuda.Stream(), torch.cuda.Stream()], 100
     given = [operands(kind, rows, k, n, 1) for _ in streams]
-    made = own_matmul(
-        given[0][0], given[0][1], [torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")], *given[0][2:], [None]
-    )
+    a, bs, *scales = given[0]
+    made = own_matmul(Matrices(a, bs, [torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")], *scales))
     wanted = [torch.empty(rows, n, dtype=torch.bfloat16, device="cuda") for _ in streams]
     for (a, bs, *scales), out in zip(given, wanted, strict=True):
-        made(torch.cuda.current_stream().cuda_stream, a, bs, [out], *scales, [None])
+        made(torch.cuda.current_stream().cuda_stream, Matrices(a, bs, [out], *scales))
     torch.cuda.synchronize()
     outs = [torch.zeros(calls, rows, n, dtype=torch.bfloat16, device="cuda") for _ in streams]
     torch.cuda.synchronize()
     for i in range(calls):
         for stream, (a, bs, *scales), out in zip(streams, given, outs, strict=True):
-            made(stream.cuda_stream, a, bs, [out[i]], *scales, [None])
+            made(stream.cuda_stream, Matrices(a, bs, [out[i]], *scales))
     torch.cuda.synchronize()
     unlike = sum(int((out != each).sum()) for out, each in zip(outs, wanted, strict=True))
     return {

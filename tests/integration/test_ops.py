@@ -44,7 +44,7 @@ from reference_cases import (
 from torch import Tensor
 
 from asynctp_passes import ops
-from asynctp_passes.ops import reference
+from asynctp_passes.ops import plain_collectives, reference
 
 
 # --- one program per world size, judged case by case --------------------------------------------------------------
@@ -104,13 +104,13 @@ def _by_hand(module: Any, case: Gather | Scatter, rank: int, size: int, group: A
 
 
 def _by_hand_with(module: Any, case: Gather | Scatter, x: dict[str, Any], group: Any) -> Any:
-    scaled = {"out_dtype": case.out_dtype} if case.scale else {}
+    names = ("a_scale" if isinstance(case, Gather) else "a_scales", "b_scales")
+    scaled = {"out_dtype": case.out_dtype, **{name: x[name] for name in names}} if case.scale else {}
     if isinstance(case, Gather):
         options = {"gather_dim": case.dim, "group": group, "biases": x["biases"], "return_a_full": case.full, **scaled}
-        if not case.scale:
-            return module.all_gather_matmul(x["a_shard"], x["bs"], **options)
-        options["gather_a_scale"] = case.scale == "sharded"
-        return module.all_gather_scaled_matmul(x["a_shard"], x["a_scale"], x["bs"], x["b_scales"], **options)
+        if case.scale:
+            options["gather_a_scale"] = case.scale == "sharded"
+        return module.all_gather_matmul(x["a_shard"], x["bs"], **options)
     options = {
         "group": group,
         "biases": x["biases"],
@@ -121,13 +121,8 @@ def _by_hand_with(module: Any, case: Gather | Scatter, x: dict[str, Any], group:
         **scaled,
     }
     if case.dim is None:
-        scales = (x["a_scales"], x["b_scales"]) if case.scale else ()
-        function = module.scaled_matmul_all_reduce if case.scale else module.matmul_all_reduce
-        return function(x["a_parts"], x["b_parts"], *scales, **options)
-    options["scatter_dim"] = case.dim
-    if not case.scale:
-        return module.matmul_reduce_scatter(x["a_parts"], x["b_parts"], **options)
-    return module.scaled_matmul_reduce_scatter(x["a_parts"], x["b_parts"], x["a_scales"], x["b_scales"], **options)
+        return module.matmul_all_reduce(x["a_parts"], x["b_parts"], **options)
+    return module.matmul_reduce_scatter(x["a_parts"], x["b_parts"], scatter_dim=case.dim, **options)
 
 
 def _alone_problems(rank: int, world_size: int) -> list[str]:
@@ -367,7 +362,7 @@ def _in_place(rank: int, world_size: int) -> dict[str, bool]:
         out = torch.ops.asynctp.matmul_all_reduce([x], [w], [None], "sum", group)
     given = summed.call_args.args[0]
     kept = torch.ones(4, 6)
-    total = reference.all_reduce(kept, "sum", group)
+    total = plain_collectives.all_reduce(kept, "sum", group)
     return {
         "the matmul's own memory is summed up": given.data_ptr() == out.data_ptr(),
         "once": summed.call_count == 1,

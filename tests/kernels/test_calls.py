@@ -33,8 +33,7 @@ OTHERS: dict[str, Any] = {
 
 def run(here: Machine, call: GatherCall | ReduceCall) -> Any:
     """The call as its op makes it; "its own program" where that runs."""
-    kernels = cuda.run_gather if isinstance(call, GatherCall) else cuda.run_reduce
-    return kernels(call._replace(group_name=here.group), lambda call: None, lambda call, mover: "its own program")
+    return cuda.run(call._replace(group_name=here.group), lambda call: None, lambda call, mover: "its own program")
 
 
 class Asked(dict[Any, Any]):

@@ -527,11 +527,11 @@ def test_an_operand_on_another_device_is_checked_again(here: Machine) -> None:
 
     def gather(b: torch.Tensor, check: Any) -> Any:
         call = signature("all_gather_matmul").call(shard, [b], [None], 0, False, WORLD, group)
-        return cuda.run_gather(call, lambda _: check(), lambda call, mover: None)
+        return cuda.run(call, lambda _: check(), lambda call, mover: None)
 
     def scatter(b: torch.Tensor, check: Any) -> Any:
         call = signature("matmul_reduce_scatter").call([shard], [b], [None], "sum", 0, WORLD, group)
-        return cuda.run_reduce(call, lambda _: check(), lambda call, mover: None)
+        return cuda.run(call, lambda _: check(), lambda call, mover: None)
 
     for run in (gather, scatter):
         with cuda.forced("fused"):

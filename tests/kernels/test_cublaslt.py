@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import cuda_emulated
 from asynctp_kernels.cuda.choose.tiles import CUBLAS_FROM, cublas_is_faster
 from asynctp_kernels.cuda.choose.wire import INVARIANT
 from asynctp_kernels.cuda.gemm import cublaslt, own_matmul
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.cublaslt import Matmul, Matmuls, Refused, alike_matmuls, free_matmuls
 from cublaslt_emulated import Algorithm, CublasLt
 from cuda_stubs import FP8, Launched, Machine, Multiplied, expected_products, gather_call, machine, scatter_call
@@ -42,7 +43,7 @@ def operands(
     bias: bool = False,
     out: torch.dtype = BF16,
     by_rows: bool = False,
-) -> tuple[Any, ...]:
+) -> Matrices:
     """Examples of a call, of whole numbers: sums of them are exact."""
     a = torch.randint(-2, 3, (m, k)).to(dtype)
     b = torch.randint(-2, 3, (n, k)).to(dtype).t() if k_major else torch.randint(-2, 3, (k, n)).to(dtype)
@@ -50,10 +51,10 @@ def operands(
     if by_rows:
         scales = [torch.rand(m, 1) + 0.5, torch.rand(1, n) + 0.5]
     biases = [torch.ones(n).to(out) if bias else None]
-    return a, [b], [torch.empty(m, n, dtype=out)], *(scales[:1] or [None]), scales[1:], biases
+    return Matrices(a, [b], [torch.empty(m, n, dtype=out)], *(scales[:1] or [None]), scales[1:], biases)
 
 
-def wanted(call: Sequence[Any]) -> Tensor:
+def wanted(call: Matrices) -> Tensor:
     a, (b,), (out,), a_scale, b_scales, (bias,) = call
     made = (a.double() @ b.double()).float()
     if a_scale is not None:
@@ -77,17 +78,17 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_matmul_is_described_as_it_lies(kind: str, library: CublasLt) -> None:
     call = operands(**{"m": 24, "k": 32, "n": 16, **KINDS[kind]})
-    made = free_matmuls(*call, True) or alike_matmuls((*call, True), lambda i, one: True)
+    made = free_matmuls(call, True) or alike_matmuls(call, True, lambda i, one: True)
     assert made is not None
-    made(STREAM, *call)
-    assert torch.equal(call[2][0], wanted(call))
+    made(STREAM, call)
+    assert torch.equal(call.outs[0], wanted(call))
 
 
 def test_nothing_that_cuts_k_or_needs_memory_is_taken(library: CublasLt) -> None:
     """cuBLASLt is asked for none such, and what it gives is looked at."""
     library.able = lambda workspace, schemes: [CUTS, Algorithm(2, workspace=4), Algorithm(3, scheme=1), Algorithm(4)]
     call = operands(256, 64, 32)
-    (kind,) = cublaslt.kinds(*call, True)
+    (kind,) = cublaslt.kinds(call, True)
     made = Matmul(kind)
     assert [each[0] for each in made.algorithms] == [4]
     assert not made.is_free
@@ -100,7 +101,7 @@ def test_nothing_that_cuts_k_or_needs_memory_is_taken(library: CublasLt) -> None
 
 
 def test_what_was_made_is_destroyed(library: CublasLt) -> None:
-    (kind,) = cublaslt.kinds(*operands(256, 64, 32), True)
+    (kind,) = cublaslt.kinds(operands(256, 64, 32), True)
     cublaslt._handle(0)
     before = len(library.objects)
     made = Matmul(kind._replace(device=0))
@@ -113,34 +114,32 @@ def test_what_was_made_is_destroyed(library: CublasLt) -> None:
 @pytest.mark.parametrize("change", ["rows of one", "blocks", "float32", "scaled bf16", "no stride of 1"])
 def test_what_it_does_not_take(change: str, library: CublasLt) -> None:
     of_fp8 = change in ("rows of one", "blocks")
-    a, bs, outs, a_scale, b_scales, biases = operands(
-        *((2, 256, 16) if of_fp8 else (16, 32, 16)), FP8 if of_fp8 else BF16
-    )
+    call = operands(*((2, 256, 16) if of_fp8 else (16, 32, 16)), FP8 if of_fp8 else BF16)
     if change == "rows of one":
-        a_scale = torch.ones(2, 1)
+        call = call._replace(a_scale=torch.ones(2, 1))
     elif change == "blocks":
-        a_scale, b_scales = torch.ones(1, 2), [torch.ones(1, 16)]
+        call = call._replace(a_scale=torch.ones(1, 2), b_scales=[torch.ones(1, 16)])
     elif change == "float32":
-        a, bs = a.float(), [b.float() for b in bs]
+        call = call._replace(a=call.a.float(), bs=[b.float() for b in call.bs])
     elif change == "scaled bf16":
-        a_scale, b_scales = torch.ones(1), [torch.ones(1)]
+        call = call._replace(a_scale=torch.ones(1), b_scales=[torch.ones(1)])
     else:
-        bs = [torch.ones(32, 32, dtype=BF16)[:, ::2]]
+        call = call._replace(bs=[torch.ones(32, 32, dtype=BF16)[:, ::2]])
     with pytest.raises(Refused):
-        cublaslt.kinds(a, bs, outs, a_scale, b_scales, biases, True)
-    assert free_matmuls(a, bs, outs, a_scale, b_scales, biases, True) is None
+        cublaslt.kinds(call, True)
+    assert free_matmuls(call, True) is None
 
 
 def test_a_free_matmul_is_one_that_cublas_makes_so(library: CublasLt) -> None:
     """Where it would cut K it has the time to gain: that is left to it. So is what may be summed in float16."""
     call = operands(256, 64, 32)
-    assert isinstance(free_matmuls(*call, True), Matmuls)
+    assert isinstance(free_matmuls(call, True), Matmuls)
     library.able = lambda workspace, schemes: [CUTS] if workspace else [Algorithm(2)]
-    assert free_matmuls(*call, True) is None
+    assert free_matmuls(call, True) is None
     library.able = lambda workspace, schemes: [Algorithm(1)]
-    assert free_matmuls(*operands(256, 64, 32, torch.float16, out=torch.float16), True) is None
+    assert free_matmuls(operands(256, 64, 32, torch.float16, out=torch.float16), True) is None
     library.codes["cublasLtMatmulDescCreate"] = 3
-    assert free_matmuls(*call, True) is None
+    assert free_matmuls(call, True) is None
 
 
 def test_scales_of_rows_before_cublas_12_9_are_left_to_torch(
@@ -148,15 +147,15 @@ def test_scales_of_rows_before_cublas_12_9_are_left_to_torch(
 ) -> None:
     """A cuBLASLt that does not know their mode refuses it."""
     call = operands(256, 64, 32, FP8, by_rows=True)
-    assert free_matmuls(*call, True) is not None
-    assert alike_matmuls((*call, True), lambda i, made: True) is None, "bits of these are not compared"
+    assert free_matmuls(call, True) is not None
+    assert alike_matmuls(call, True, lambda i, made: True) is None, "bits of these are not compared"
     known, unknown = library.cublasLtMatmulDescSetAttribute, cublaslt_emulated.MODES
     monkeypatch.setattr(
         library,
         "cublasLtMatmulDescSetAttribute",
         lambda made, which, *value: 7 if which in unknown else known(made, which, *value),
     )
-    assert free_matmuls(*call, True) is None
+    assert free_matmuls(call, True) is None
 
 
 def test_one_launch_for_several_is_ours_where_that_saves_waves() -> None:
@@ -169,7 +168,7 @@ def test_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a torch for CPUs."""
     monkeypatch.setattr(torch.version, "cuda", "0.0")
     cublaslt.library.cache_clear()
-    assert free_matmuls(*operands(256, 64, 32), True) is None
+    assert free_matmuls(operands(256, 64, 32), True) is None
 
 
 # --- the bits ------------------------------------------------------------------------------------------------------
@@ -179,8 +178,8 @@ class Ours:
     def __init__(self, *call: Any) -> None:
         pass
 
-    def __call__(self, stream: int, *call: Any) -> None:
-        call[2][0].copy_(wanted(call))
+    def __call__(self, stream: int, call: Matrices) -> None:
+        call.outs[0].copy_(wanted(call))
 
 
 @pytest.fixture
@@ -188,8 +187,8 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_matmul, "_kernel", Ours)
 
 
-def compared(call: tuple[Any, ...]) -> Matmuls | None:
-    return alike_matmuls((*call, True), lambda i, made: own_matmul._is_alike(i, made, call, True))
+def compared(call: Matrices) -> Matmuls | None:
+    return alike_matmuls(call, True, lambda i, made: own_matmul._is_alike(i, made, call, True))
 
 
 @pytest.mark.usefixtures("ours")
@@ -207,23 +206,11 @@ def test_the_first_algorithm_that_is_alike_is_taken(kind: dict[str, Any], librar
 
 
 @pytest.mark.usefixtures("ours")
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"dtype": torch.float16, "out": torch.float16}], ids=str)
-def test_a_short_sum_in_another_order_is_other_bits(options: dict[str, Any], library: CublasLt) -> None:
-    """Of random numbers it rounds none of a thousand elements otherwise."""
-    library.able = lambda workspace, schemes: [Algorithm(1, rounds=True), Algorithm(2)]
-    made = compared(operands(136, 32, 8, **options))
-    assert made is not None
-    assert [one.algorithm[0] for one in made.matmuls] == [2]
-
-
-@pytest.mark.usefixtures("ours")
 def test_other_bits_are_told_and_not_taken(library: CublasLt, caplog: pytest.LogCaptureFixture) -> None:
     library.able = lambda workspace, schemes: [Algorithm(1, error=2**-12)]
-    counts = []
     for _ in range(2):  # each plan warns
         assert compared(operands(136, 64, 32)) is None
-        counts.append(len(library.log))
-    assert counts[1] == counts[0] > 0
+    assert len(library.log) == 2
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "cuBLAS has other bits" in caplog.text
 
@@ -235,7 +222,7 @@ def test_scales_that_are_two_factors_are_other_bits(
     """However few numbers differ: in bfloat16 one of 65,000 or so."""
 
     class TwoFactors(Ours):
-        def __call__(self, stream: int, *call: Any) -> None:
+        def __call__(self, stream: int, call: Matrices) -> None:
             a, (b,), (out,), a_scale, (b_scale,), _ = call
             first, second = (a_scale, b_scale) if order == "(a s) t" else (b_scale, a_scale)
             out.copy_(((a.float() @ b.float()) * first * second).to(out.dtype))
@@ -243,7 +230,7 @@ def test_scales_that_are_two_factors_are_other_bits(
     monkeypatch.setattr(own_matmul, "_kernel", TwoFactors)
     for dtype in (BF16, torch.float16, torch.float32):
         call = operands(136, 64, 32, FP8, out=dtype)
-        (kind,) = cublaslt.kinds(*call, True)
+        (kind,) = cublaslt.kinds(call, True)
         assert not own_matmul._is_alike(0, Matmul(kind), call, True)
 
 

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 import cublaslt_emulated
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.cublaslt import Matmul, kinds
 from asynctp_kernels.cuda.runtime import driver, edited
 from asynctp_kernels.cuda.runtime.driver import Address, CudaError
@@ -325,7 +326,7 @@ class Multiplies:
         scales = [torch.rand(4)[:1] for _ in range(2)]
         self.out = torch.empty(16, 16, dtype=torch.bfloat16)
         self.tensors = [b.t(), a, self.out, *scales, torch.randn(16).bfloat16()]
-        self.example = (a, [b.t()], [self.out], scales[1], scales[:1], [self.tensors[-1]], True)
+        self.example = Matrices(a, [b.t()], [self.out], scales[1], scales[:1], [self.tensors[-1]])
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -350,7 +351,7 @@ def numbered(call: Multiplies) -> tuple[Address, ...]:
 def test_a_matmul_of_cublas_is_beside_the_graph(when: str, multiplies: CublasLt, library: Library) -> None:
     """It is no node: each launch makes it, of the call's own tensors, before the graph's or after it."""
     first, second = Multiplies(), Multiplies()
-    made = Matmul(kinds(*first.example)[0])
+    made = Matmul(kinds(first.example, True)[0])
 
     def enqueue(stream: int) -> None:
         values = numbered(first)
@@ -375,7 +376,7 @@ def test_a_matmul_of_cublas_is_beside_the_graph(when: str, multiplies: CublasLt,
 
 def test_a_matmul_between_two_nodes_is_refused(multiplies: CublasLt, library: Library) -> None:
     call = Multiplies()
-    made = Matmul(kinds(*call.example)[0])
+    made = Matmul(kinds(call.example, True)[0])
 
     def enqueue(stream: int) -> None:
         values = numbered(call)
@@ -391,7 +392,7 @@ def test_a_matmul_between_two_nodes_is_refused(multiplies: CublasLt, library: Li
 def test_a_matmul_that_fails_is_half_way(when: str, multiplies: CublasLt, library: Library) -> None:
     """Others have been told of the call, or soon are."""
     call = Multiplies()
-    made = Matmul(kinds(*call.example)[0])
+    made = Matmul(kinds(call.example, True)[0])
 
     def enqueue(stream: int) -> None:
         values = numbered(call)

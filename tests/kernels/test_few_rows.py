@@ -20,6 +20,7 @@ from asynctp_kernels.cuda.checks import refusals
 from asynctp_kernels.cuda.choose.tiles import FewRowsTiles, few_rows_is_faster, few_rows_tiles
 from asynctp_kernels.cuda.choose.wire import INVARIANT
 from asynctp_kernels.cuda.explanation import choice_for
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
 from asynctp_kernels.cuda.implementations import ENTRIES
 from asynctp_kernels.cuda.plans import decomposed, direct, sequential
@@ -53,7 +54,7 @@ def made(
     b_scales = [torch.empty(1, n) for n in ns] if rowwise else []
     biases = [torch.empty(n, dtype=BF16) if bias else None for n in ns]
     with machine() as here:
-        FewRows(a, bs, outs, torch.empty(m, 1) if rowwise else None, b_scales, biases)
+        FewRows(Matrices(a, bs, outs, torch.empty(m, 1) if rowwise else None, b_scales, biases))
         (prepared,) = here.prepared
     return prepared
 
@@ -150,7 +151,7 @@ def test_takes(options: dict[str, Any], wanted: bool) -> None:
     a = torch.empty(16, given["depth"], dtype=given["dtype"])
     b = torch.empty(given["columns"], given["depth"], dtype=given["dtype"]).t()
     with machine():
-        assert takes(a, 16, [b], [], [None], BF16, given["fast"]) == wanted
+        assert takes(Matrices(a, [b], [torch.empty(16, given["columns"], dtype=BF16)]), given["fast"]) == wanted
 
 
 def test_no_cublas_in_a_batch_invariant_call() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from asynctp_kernels.cuda.gemm import arguments, gemm_kernels
-from asynctp_kernels.cuda.gemm.arguments import GemmArguments, names, place, places
+from asynctp_kernels.cuda.gemm.arguments import GemmArguments, names
 from asynctp_kernels.signals import IS_INTERPRETED
 
 POINTERS = [torch.zeros(4) for _ in range(4)]
@@ -19,6 +21,10 @@ FULL = GemmArguments(
     words=POINTERS[2], done_ptr=POINTERS[3], outer=1, inner=2, k=(3, 4), n=(5,), rank=6, world=7, chunk_size=8,
     own_tiles=9, value=10,
 )  # fmt: skip
+
+
+def place(name: str) -> int:
+    return names().index(name)
 
 
 def parameters(kernel: object) -> list[str]:
@@ -47,6 +53,13 @@ def test_a_launch_holds_no_tensor() -> None:
     assert values[: place("a_scale0")] == [None] * 12
     assert values[place("a_scale0") : place("words")] == [77] * 12
     assert values[place("words") :][:3] == [POINTERS[2].data_ptr(), POINTERS[3].data_ptr(), 1]
-    values[places("b", 3)] = [1, 2, 3]
-    assert values[place("b0") : place("c0")] == [1, 2, 3, None]
     assert arguments.MAX_OPERANDS == 4
+
+
+def test_a_call_fills_in_its_tensors_and_numbers() -> None:
+    """In copies: the next call may have none of them."""
+    made = arguments.CallArguments(dataclasses.replace(FULL, a=(), b=(), c=()), 77)
+    values = made.of({"b_scale": POINTERS[:2], "bias": []}, {"words": 5, "value": 11})
+    assert values[place("b_scale0") : place("words")] == [POINTERS[0].data_ptr(), POINTERS[1].data_ptr(), *[77] * 6]
+    assert (values[place("words")], values[place("rank")], values[place("value")]) == (5, 6, 11)
+    assert made.of({}, {}) == FULL.launched(77)

@@ -125,11 +125,11 @@ def cost(case: str, implementation: str, at: Callable[..., Counted], by_op: bool
         here.kernels, here.edits = {}, True  # nothing is computed
         call = CALLS[case]()
         op(here, call)
-        site, run = site_of(here, call), cuda.run_gather if isinstance(call, GatherFacts) else cuda.run_reduce
+        site = site_of(here, call)
         arguments = arguments_of(call, here.group, call.world)
 
         def make(call: Call) -> Any:
-            return run(arguments, nothing, nothing) if by_op else site(*operands(call))
+            return cuda.run(arguments, nothing, nothing) if by_op else site(*operands(call))
 
         with torch.no_grad():
             found = at(here, call, make)

@@ -18,6 +18,7 @@ from asynctp_kernels.cuda.choose import select, tables
 from asynctp_kernels.cuda.implementations import IMPLEMENTATIONS
 
 from asynctp_passes import doctor
+from asynctp_passes.reporting.files import write_whole
 
 GPU, KEY = "NVIDIA H200", "gather:2:bfloat16:4096:2048"
 GOOD: dict[str, Any] = {GPU: {KEY: {"64": "fused", "2147483647": "direct"}, f"{KEY}+512:precise:wide:full:2x": {}}}
@@ -150,10 +151,15 @@ def test_a_digest_is_of_what_is_said_of_one_gpu() -> None:
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
+def write(path: Path, table: tables.Table) -> None:
+    """As `asynctp tune` does."""
+    write_whole(path, tables.as_text(table).encode())
+
+
 def test_a_new_table_has_the_users_permissions(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        tables.write(tmp_path / "new" / "tuning.json", GOOD)
+        write(tmp_path / "new" / "tuning.json", GOOD)
     finally:
         os.umask(before)
     path = tmp_path / "new" / "tuning.json"
@@ -167,7 +173,7 @@ def test_an_old_table_keeps_permissions_and_links(tmp_path: Path) -> None:
     real.write_text("{}")
     real.chmod(0o604)
     link.symlink_to("real.json")
-    tables.write(link, GOOD)
+    write(link, GOOD)
     assert link.is_symlink()
     assert stat.S_IMODE(real.stat().st_mode) == 0o604
     assert tables.read(real, IMPLEMENTATIONS) == GOOD
@@ -176,8 +182,8 @@ def test_an_old_table_keeps_permissions_and_links(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["replace", "fsync"])
 def test_a_table_that_could_not_be_written_is_as_it_was(fault: str, tmp_path: Path) -> None:
     path = path_of(GOOD, tmp_path)
-    with mock.patch.object(tables.os, fault, side_effect=OSError("no room")), pytest.raises(OSError, match="no room"):
-        tables.write(path, {})
+    with mock.patch.object(os, fault, side_effect=OSError("no room")), pytest.raises(OSError, match="no room"):
+        write(path, {})
     assert tables.read(path, IMPLEMENTATIONS) == GOOD
     assert [each.name for each in tmp_path.iterdir()] == ["tuning.json"]
 
@@ -185,12 +191,12 @@ def test_a_table_that_could_not_be_written_is_as_it_was(fault: str, tmp_path: Pa
 def test_a_reader_never_sees_half_a_table(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     ends = [{GPU: {f"gather:2:bfloat16:{n}:{n}": {"64": name} for n in range(1, 200)}} for name in ("fused", "direct")]
-    tables.write(path, ends[0])
+    write(path, ends[0])
     done = threading.Event()
 
     def rewrite() -> None:
         for turn in range(60):
-            tables.write(path, ends[turn % 2])
+            write(path, ends[turn % 2])
         done.set()
 
     writer = threading.Thread(target=rewrite)
@@ -204,8 +210,9 @@ _KILLED = """
 import os, sys
 from pathlib import Path
 from asynctp_kernels.cuda.choose import tables
-tables.os.fsync = lambda handle: os._exit(9)
-tables.write(Path(sys.argv[1]), {"X": {}})
+from asynctp_passes.reporting.files import write_whole
+os.fsync = lambda handle: os._exit(9)
+write_whole(Path(sys.argv[1]), tables.as_text({"X": {}}).encode())
 """
 
 

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from asynctp_kernels.cuda.choose.tiles import Tiles
 from asynctp_kernels.cuda.gemm import own_matmul
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_SHARED,
@@ -341,7 +342,7 @@ def async_input_gemm(rows: int, ns: tuple[int, ...], k_major: bool) -> Prepared:
     call = gather_call((rows,), 512, ns, k_major=k_major)
     outs = [call.a_shard.new_empty(rows, n) for n in ns]
     with machine() as here:
-        own_matmul.WholeGemm(call.a_shard, call.bs, outs, chunks=8)
+        own_matmul.WholeGemm(Matrices(call.a_shard, call.bs, outs), chunks=8)
         (prepared,) = here.prepared
     return prepared
 

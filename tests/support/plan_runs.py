@@ -393,8 +393,7 @@ def arguments_of(call: GatherFacts | ReduceFacts, group: Any, world: int = WORLD
 
 def op(here: Machine, call: GatherFacts | ReduceFacts, check: Callable[[], None] = lambda: None) -> Any:
     """The call as the op makes it; None where its own program is to run."""
-    run = cuda.run_gather if isinstance(call, GatherFacts) else cuda.run_reduce
-    return run(arguments_of(call, here.group, call.world), lambda _: check(), lambda call, mover: None)
+    return cuda.run(arguments_of(call, here.group, call.world), lambda _: check(), lambda call, mover: None)
 
 
 IMPLEMENTATIONS = ("fused", "decomposed", "direct")

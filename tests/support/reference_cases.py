@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from asynctp_passes.ops import reference
+from asynctp_passes.ops import plain_collectives
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -198,7 +198,7 @@ def _gather_inputs(case: Gather, rank: int, world_size: int) -> dict[str, Any]:
         "biases": _biases(rank, case.bias, case.ns, case.out_dtype if case.scale else case.dtype),
     }
     if case.scale:
-        full = reference.gathered_shape(shape, dim, world_size)
+        full = plain_collectives.gathered_shape(shape, dim, world_size)
         a_scales = {
             "tensorwise": lambda: _positive((0, 3), ()),
             "sharded": lambda: _positive((rank, 3), _scale_shape(case.blocks, 0, shape, -2, -1)),

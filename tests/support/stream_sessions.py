@@ -263,8 +263,7 @@ class Player:
     def _run(self, op: Op, call: Any, group: Any) -> list[Tensor]:
         if op.kind == "all reduce":
             call = replace(call, scatter_dim=None)
-        run = cuda.run_gather if op.kind == "gather" else cuda.run_reduce
-        found = run(arguments_of(call, group, self.world), lambda call: None, lambda call, mover: None)
+        found = cuda.run(arguments_of(call, group, self.world), lambda call: None, lambda call, mover: None)
         assert found is not None
         return found if op.kind == "gather" else [found]
 

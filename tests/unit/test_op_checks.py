@@ -45,9 +45,9 @@ def _dynamic_scaled_program(a: Tensor, b: Tensor, group: str) -> Tensor:
     quantized, weight = a.to(E4M3), b.to(E4M3)
     rows = a.float().abs().amax(-1, keepdim=True)
     options = {"group": group, "gather_a_scale": True, "return_a_full": True}
-    (_,), full = ops.all_gather_scaled_matmul(quantized, rows, [weight], [one], gather_dim=1, **options)
+    (_,), full = ops.all_gather_matmul(quantized, [weight], gather_dim=1, a_scale=rows, b_scales=[one], **options)
     assert full is not None
-    return ops.scaled_matmul_reduce_scatter(full, weight, one, one, scatter_dim=2, group=group)
+    return ops.matmul_reduce_scatter(full, weight, scatter_dim=2, group=group, a_scales=one, b_scales=one)
 
 
 @pytest.mark.parametrize("program", [_dynamic_program, _dynamic_scaled_program])
@@ -96,12 +96,13 @@ def _every_program(module: Any, group: str) -> Callable[[Tensor, Tensor, Tensor]
     def program(a: Tensor, b: Tensor, added: Tensor) -> Any:
         one, (aq, bq) = torch.ones(()), (x.to(E4M3) for x in (a, b))
         (rows,), full = module.all_gather_matmul(a, [b], gather_dim=0, group=group, return_a_full=True)
-        (scaled,), _ = module.all_gather_scaled_matmul(aq, one, bq, one, gather_dim=0, group=group)
+        (scaled,), _ = module.all_gather_matmul(aq, bq, gather_dim=0, group=group, a_scale=one, b_scales=one)
         options: dict[str, Any] = {"added": added, "factors": [2.0, 1.0, 0.5]}
         part = module.matmul_reduce_scatter([rows] * 2, [b.t()] * 2, scatter_dim=0, group=group, **options)
-        parts = module.scaled_matmul_reduce_scatter(aq, bq, one, one, scatter_dim=0, group=group, sum_dtype=FP32)
+        scales = {"a_scales": one, "b_scales": one}
+        parts = module.matmul_reduce_scatter(aq, bq, scatter_dim=0, group=group, sum_dtype=FP32, **scales)
         whole = module.matmul_all_reduce(a, b, group=group, reduce_op="avg")
-        return full, scaled, part, parts, whole, module.scaled_matmul_all_reduce(aq, bq, one, one, group=group)
+        return full, scaled, part, parts, whole, module.matmul_all_reduce(aq, bq, group=group, **scales)
 
     return program
 
@@ -139,25 +140,17 @@ def _all_reduce(a: Any = X, b: Any = W, **options: Any) -> Callable[[Any], Calla
 
 
 def _scaled_gather(a_scale: Tensor = ONE, b_scale: Tensor = ONE, a: Tensor = XQ, dim: int = 1, **options: Any) -> Any:
-    return lambda module: (
-        lambda g: module.all_gather_scaled_matmul(a, a_scale, [WQ], [b_scale], gather_dim=dim, group=g, **options)
-    )
+    return _gather(a, [WQ], dim, a_scale=a_scale, b_scales=[b_scale], **options)
 
 
 def _in_blocks(a_scale: Tensor, b_scale: Tensor, rows: int = 8) -> Any:
     """A gather of fp8 [3, rows, 256], and a product with 144 columns."""
     a, b = torch.zeros(3, rows, 256, dtype=E4M3), torch.zeros(256, 144, dtype=E4M3)
-    return lambda module: (
-        lambda g: module.all_gather_scaled_matmul(
-            a, a_scale, [b], [b_scale], gather_dim=1, gather_a_scale=True, group=g
-        )
-    )
+    return _gather(a, [b], a_scale=a_scale, b_scales=[b_scale], gather_a_scale=True)
 
 
 def _scaled_scatter(a_scale: Any = ONE, b_scale: Any = ONE, **options: Any) -> Any:
-    return lambda module: (
-        lambda g: module.scaled_matmul_reduce_scatter(XQ, WQ, a_scale, b_scale, scatter_dim=1, group=g, **options)
-    )
+    return _scatter(XQ, WQ, a_scales=a_scale, b_scales=b_scale, **options)
 
 
 def _in_mesh(dim: Any) -> Any:
@@ -291,7 +284,7 @@ def test_iterators_and_whatever_counts(fake_group: str, module: Any) -> None:
 @pytest.mark.parametrize("module", [ops, reference], ids=["ops", "reference"])
 def test_one_operand_needs_no_list(fake_group: str, module: Any) -> None:
     (out,), _ = module.all_gather_matmul(X, W, gather_dim=1, group=fake_group, biases=V)
-    (scaled,), _ = module.all_gather_scaled_matmul(XQ, ONE, WQ, ONE, gather_dim=1, group=fake_group)
+    (scaled,), _ = module.all_gather_matmul(XQ, WQ, gather_dim=1, group=fake_group, a_scale=ONE, b_scales=ONE)
     assert out.shape == scaled.shape == (3, 32, 12)
 
 
@@ -310,9 +303,10 @@ def test_a_group_of_another_rank_is_explained(fake_group: str) -> None:
 
 def test_scaled_gradient_raises(fake_group: str) -> None:
     bias = torch.zeros(12, requires_grad=True)
-    (gathered,), _ = ops.all_gather_scaled_matmul(XQ, ONE, [WQ], [ONE], gather_dim=1, group=fake_group, biases=[bias])
-    scattered = ops.scaled_matmul_reduce_scatter(XQ, WQ, ONE, ONE, scatter_dim=1, group=fake_group, biases=[bias])
-    reduced = ops.scaled_matmul_all_reduce(XQ, WQ, ONE, ONE, group=fake_group, biases=[bias])
+    options: dict[str, Any] = {"group": fake_group, "biases": [bias], "b_scales": [ONE]}
+    (gathered,), _ = ops.all_gather_matmul(XQ, [WQ], gather_dim=1, a_scale=ONE, **options)
+    scattered = ops.matmul_reduce_scatter(XQ, WQ, scatter_dim=1, a_scales=ONE, **options)
+    reduced = ops.matmul_all_reduce(XQ, WQ, a_scales=ONE, **options)
     for out in (gathered, scattered, reduced):
         with pytest.raises(NotImplementedError, match="no gradient, since quantization has none"):
             out.sum().backward()

@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["RankError", "run_ranks"]
-
 
 class RankError(RuntimeError):
     """A rank failed, or the ranks did not end in time; the message carries the rank's own error."""

@@ -29,17 +29,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = [
-    "PRESETS",
-    "Block",
-    "ModelSizes",
-    "Styles",
-    "Transformer",
-    "block_plan",
-    "collectives_per_direction",
-    "parallelize",
-]
-
 
 @dataclass(frozen=True)
 class ModelSizes:

@@ -33,29 +33,6 @@ from asynctp_passes.tools import profile
 from asynctp_passes.tools.demo.model import Styles, Transformer, parallelize
 from asynctp_passes.torch_private import intree, partitioner
 
-__all__ = [
-    "BACKENDS",
-    "PRECISIONS",
-    "RECOMPUTE",
-    "Place",
-    "RecipeError",
-    "compile_blocks",
-    "compile_options",
-    "compiler",
-    "float8_layers",
-    "joined",
-    "load_checkpoint",
-    "parallelize_with",
-    "peak_memory",
-    "place",
-    "refuse",
-    "release_shared",
-    "require",
-    "require_output",
-    "require_precision",
-    "traced",
-]
-
 BACKENDS = ("inductor", "intree", "asynctp")
 PRECISIONS = ("fp32", "bf16", "fp8", "fp8-rowwise")
 RECOMPUTE = ("none", "selective", "full")

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from asynctp_passes.reporting.report import Report
 
-__all__ = ["Verdict", "chart", "judge"]
-
 #: Largest difference of two losses that is put down to rounding. Both runs do the same sums in another order.
 TOLERANCE = {"cpu": 1e-3, "cuda": 5e-2}
 

@@ -25,8 +25,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 import asynctp_passes
 from asynctp_passes.tools.demo.model import ModelSizes, Transformer, parallelize
 
-__all__ = ["TEXT", "Batches", "Progress", "Result", "Settings", "train_both"]
-
 TEXT = Path(__file__).with_name("opticks.txt")
 _SEED = 1704  # the year of the first edition
 

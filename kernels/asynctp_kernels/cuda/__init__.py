@@ -1,4 +1,4 @@
-"""The fused ops on NVIDIA GPUs: `run_gather` and `run_reduce` run a call, `explain` says how.
+"""The fused ops on NVIDIA GPUs: `run` runs a call, `explain` says how.
 
     calls             run a fused call                 groups       the memory of a group
     bound_calls       one whose plan is found once
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 
 from asynctp_kernels.cuda.bound_calls import bind
-from asynctp_kernels.cuda.calls import run_gather, run_reduce
+from asynctp_kernels.cuda.calls import run
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.choose.select import forced
@@ -38,11 +38,10 @@ __all__ = [
     "memory_outlook",
     "problem_of",
     "release",
+    "run",
     "run_bulk_all_reduce",
     "run_bulk_gather",
     "run_bulk_scatter",
-    "run_gather",
-    "run_reduce",
     "shared_bytes",
     "variant_reason",
 ]

@@ -37,8 +37,8 @@ made: Counter[tuple[str, str]] = Counter()
 """Calls that the host made, by op and implementation; launches of a CUDA graph of the program's are none."""
 
 
-def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
-    """all_gather(a_shard, gather_dim) @ b for every b.
+def run(call: Any, check: CheckCall, program: Program) -> Any:
+    """A gather and a matmul with every B, or a sum of matmuls and its reduction.
 
     Args:
         call: The op's arguments.
@@ -51,57 +51,31 @@ def run_gather(call: Any, check: CheckCall, program: Program) -> Any:
     Raises:
         SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
     """
+    gathers = hasattr(call, "a_shard")
+    first = call.a_shard if gathers else call.a_parts[0]
     group = call.group_name if not isinstance(call.group_name, str) else group_resolver()(call.group_name)
-    memory = memory_for(group, call.a_shard.device)
+    memory, kept_by_all = memory_for(group, first.device), gathers and call.kept_by_all
     if memory is None:
         refuse_variant(call, group.size())
         made[call.op, "sequential"] += 1
         check(call)
-        return program(call, Mover(group, call.kept_by_all, call.accord))
-    operands, key = _of_gather(call, memory)
+        return program(call, Mover(group, kept_by_all, call.accord))
+    operands, key = _of_gather(call, memory) if gathers else _of_reduction(call, memory)
     plan: Any = memory.plans.get(key, MISSING)
     if plan is MISSING:
-        check_taking_part(
-            partial(check, call), Mover(group, call.kept_by_all, call.accord), call.a_shard, call.row_numbers
-        )
+        if gathers:
+            check_taking_part(partial(check, call), Mover(group, kept_by_all, call.accord), first, call.row_numbers)
+        else:
+            check_or_skip(partial(check, call), memory)
         plan = store_plan(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
-    if plan.uses_memory:
-        return fail_group_on_error(memory, plan.run, *operands)
     if isinstance(plan, OwnProgram):
-        return program(call, Mover(group, call.kept_by_all, call.accord))
-    return plan.run(*operands)
-
-
-def run_reduce(call: Any, check: CheckCall, program: Program) -> Any:
-    """reduce_scatter(Σ a @ b + added, scatter_dim), or all_reduce of that sum; arguments as for `run_gather`.
-
-    Raises:
-        SymmetricMemoryError: memory would have to be made during a CUDA graph capture.
-    """
-    group = call.group_name if not isinstance(call.group_name, str) else group_resolver()(call.group_name)
-    memory = memory_for(group, call.a_parts[0].device)
-    if memory is None:
-        refuse_variant(call, group.size())
-        made[call.op, "sequential"] += 1
-        check(call)
-        return program(call, Mover(group, accord=call.accord))
-    operands, key = _of_reduction(call, memory)
-    plan: Any = memory.plans.get(key, MISSING)
-    if plan is MISSING:
-        check_or_skip(partial(check, call), memory)
-        plan = store_plan(memory, key, _plan(call, memory))
-    memory.last_implementation = plan.name
-    made[call.op, plan.name] += 1
-    if plan.uses_memory:
-        sums = fail_group_on_error(memory, plan.run, *operands)
-    elif isinstance(plan, OwnProgram):
-        return program(call, Mover(group, accord=call.accord))
-    else:
-        sums = plan.run(*operands)
-    a = call.a_parts[0]
-    return sums.view(*a.shape[:-1], sums.shape[-1]) if call.scatter_dim is None and a.ndim != 2 else sums
+        return program(call, Mover(group, kept_by_all, call.accord))
+    found = fail_group_on_error(memory, plan.run, *operands) if plan.uses_memory else plan.run(*operands)
+    if gathers or call.scatter_dim is not None or first.ndim == 2:
+        return found
+    return found.view(*first.shape[:-1], found.shape[-1])
 
 
 def refuse_variant(call: Any, world: int) -> None:

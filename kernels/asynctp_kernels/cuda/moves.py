@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.wire import DIRECT, INVARIANT, PLAIN
 from asynctp_kernels.cuda.facts import ReduceFacts
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.own_matmul import own_matmul
 from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
 from asynctp_kernels.cuda.plan_cache import MISSING, keys_of, store_plan
@@ -30,7 +31,6 @@ from asynctp_kernels.cuda.plans.collectives import (
     scatter_facts,
 )
 from asynctp_kernels.cuda.plans.direct import DirectGather
-from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.watch import LOOK_S
@@ -69,14 +69,14 @@ class Mover:
         """
         memory, index = memory_for(self.group, a.device), a.device.index
         assert memory is not None, "`refuse_variant` lets no other through"
-        of_a, *of_b = dense(scales) or [None]
+        of_a, of_b = (scales[0], scales[1:]) if scales else (None, ())
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-        tensors = (aligned(a), [aligned_columns(b)], [out], of_a, of_b, dense([bias]))
+        call = Matrices(a, [b], [out], of_a, of_b, [bias]).as_read()
         key = ("multiplied", out_dtype, fast, *keys_of(a, b, bias, *scales))
         kernel: Any = memory.plans.get(key)
         if kernel is None:
-            kernel = store_plan(memory, key, own_matmul(*tensors, fast=fast))
-        kernel(driver.current_stream(index), *tensors)
+            kernel = store_plan(memory, key, own_matmul(call, fast=fast))
+        kernel(driver.current_stream(index), call)
         return out
 
     def gather(self, shard: Tensor, row_numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:

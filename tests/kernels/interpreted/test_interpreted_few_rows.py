@@ -28,6 +28,7 @@ def _errors(rank: int, group: Any, swapped: bool) -> list[float]:
     import torch
     from asynctp_kernels.cuda.choose.tiles import INTERPRETED_FEW_ROWS
     from asynctp_kernels.cuda.gemm import few_rows
+    from asynctp_kernels.cuda.gemm.arguments import Matrices
 
     torch.manual_seed(swapped)
     found = []
@@ -42,9 +43,9 @@ def _errors(rank: int, group: Any, swapped: bool) -> list[float]:
         a_scale = torch.rand(rows) + 0.5 if scales else None
         b_scales = [torch.rand((1, n if columns else 1)) + 0.5 for n in ns] if scales else []
         biases = [torch.randn(n).to(out) if bias else None for n in ns]
-        operands = (a, bs, outs, a_scale, b_scales, biases)
+        operands = Matrices(a, bs, outs, a_scale, b_scales, biases)
         with mock.patch.object(few_rows, "INTERPRETED_FEW_ROWS", replace(INTERPRETED_FEW_ROWS, swapped=swapped)):
-            few_rows.FewRows(*operands, factor)(0, *operands)
+            few_rows.FewRows(operands, factor)(0, operands)
         for i, (b, made) in enumerate(zip(bs, outs, strict=True)):
             wanted = a.double() @ b.double()
             if a_scale is not None:

@@ -2,18 +2,15 @@
 
     {"NVIDIA H200": {"gather:2:bfloat16:4096:2048": {"8192": "fused"}}}      {GPU: {problem: {rows: implementation}}}
 
-All of a file is checked when it is read, so that nobody who looks something up there has to. What is written takes the
-place of the old file at once, so that a reader has all of the one or all of the other.
+All of a file is checked when it is read, so that nobody who looks something up there has to.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -70,30 +67,9 @@ def digest(table: Table, gpu: str) -> str:
     return hashlib.sha256(json.dumps(problems, sort_keys=True).encode()).hexdigest()[:16] if problems else "none"
 
 
-def write(path: Path, table: Table) -> None:
-    """Let `table` take the place of the file at `path`, whose folder is made if need be.
-
-    A new file has the permissions that the user's have, an old one keeps its own; a link stays one.
-
-    Raises:
-        OSError: It cannot be written; then the old file is as it was.
-    """
-    place = Path(os.path.realpath(path))
-    place.parent.mkdir(parents=True, exist_ok=True)
-    new = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
-    handle = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            with contextlib.suppress(FileNotFoundError):
-                os.fchmod(handle, stat.S_IMODE(place.stat().st_mode))
-            file.write(f"{json.dumps(table, indent=1, sort_keys=True)}\n")
-            file.flush()
-            os.fsync(handle)
-        os.replace(new, place)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)
-        raise
+def as_text(table: Table) -> str:
+    """A table as a file has it."""
+    return f"{json.dumps(table, indent=1, sort_keys=True)}\n"
 
 
 def _text(path: Path) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.runtime import driver as gpu
 
 log = logging.getLogger(__name__)
@@ -248,17 +249,9 @@ class Matmuls:
     def __init__(self, matmuls: Sequence[Matmul]) -> None:
         self.matmuls = matmuls
 
-    def __call__(
-        self,
-        stream: int,
-        a: Tensor,
-        bs: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        a_scale: Tensor | None,
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> None:
-        """Enqueue them, of dense tensors, but for Bs, at multiples of 16 bytes."""
+    def __call__(self, stream: int, call: Matrices) -> None:
+        """Enqueue them, of operands that lie `as_read`."""
+        a, bs, outs, a_scale, b_scales, biases = call
         for i, (made, b, out, bias) in enumerate(zip(self.matmuls, bs, outs, biases, strict=True)):
             b_scale = b_scales[i] if b_scales else None
             made(stream, *map(_address, (b, a, out, b_scale, a_scale, bias)))
@@ -268,21 +261,14 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def kinds(
-    a: Tensor,
-    bs: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    a_scale: Tensor | None,
-    b_scales: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    fast: bool,
-) -> list[Kind]:
+def kinds(call: Matrices, fast: bool) -> list[Kind]:
     """The kind of each matmul of such a call.
 
     Raises:
         Refused: Scales are neither one number each nor one for each row of A and column of B. Or operands are no fp8,
             bfloat16 or float16.
     """
+    a, bs, outs, a_scale, b_scales, biases = call
     scales = [scale for scale in (a_scale, *b_scales) if scale is not None]
     counts, of_rows = [scale.numel() for scale in scales], [a.shape[0], *(b.shape[1] for b in bs)]
     by_rows = any(count != 1 for count in counts)
@@ -301,11 +287,12 @@ def kinds(
     ]
 
 
-def free_matmuls(*call: Any) -> Matmuls | None:
-    """The matmuls of a call of these examples (`kinds`), where cuBLAS by itself makes them so; else None."""
+def free_matmuls(call: Matrices, fast: bool) -> Matmuls | None:
+    """The matmuls of a call of these examples, where cuBLAS by itself makes them so; else None: PyTorch makes them."""
     try:
-        made = [Matmul(kind) for kind in kinds(*call) if kind.a != torch.float16]  # which may be summed in float16
-    except Refused:
+        made = [Matmul(kind) for kind in kinds(call, fast) if kind.a != torch.float16]  # which may be summed in float16
+    except Refused as error:
+        log.debug("PyTorch makes the matmuls: %s", error)
         return None
     return Matmuls(made) if made and all(each.is_free for each in made) else None
 
@@ -314,13 +301,13 @@ def free_matmuls(*call: Any) -> Matmuls | None:
 _alike: dict[Kind, Any] = {}
 
 
-def alike_matmuls(call: Sequence[Any], is_alike: Callable[[int, Matmul], bool]) -> Matmuls | None:
+def alike_matmuls(call: Matrices, fast: bool, is_alike: Callable[[int, Matmul], bool]) -> Matmuls | None:
     """The same with the bits of our kernels, whatever cuBLAS does by itself. A warning says it where it has others.
 
     is_alike: Compares the matmul of B number `i` with ours, once a kind. The host waits for that.
     """
     try:
-        wanted = kinds(*call)
+        wanted = kinds(call, fast)
     except Refused:
         return None
     if any(kind.by_rows for kind in wanted):

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
 from asynctp_kernels.cuda.choose.tiles import IMPRECISE, INTERPRETED_FEW_ROWS, few_rows_is_faster, few_rows_tiles
-from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS
+from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, Matrices
 from asynctp_kernels.cuda.gemm.few_rows_kernels import few_rows_kernel
-from asynctp_kernels.cuda.gemm.gemm import (
-    TRITON_DTYPES,
-    b_descriptor,
-    b_scale_mode,
-    k_major,
-    refused_gemm,
-    scale_mode,
-)
-from asynctp_kernels.cuda.runtime.launch import Tma, aligned, aligned_columns, dense, describe, outlines, prepare
+from asynctp_kernels.cuda.gemm.gemm import TRITON_DTYPES, b_descriptor, k_major, refused_gemm, scale_mode
+from asynctp_kernels.cuda.runtime.launch import Tma, describe, outlines, prepare
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.signals import IS_INTERPRETED
 
@@ -30,22 +18,9 @@ _B_SCALES, _BIASES = _A_SCALE + 1, _A_SCALE + 1 + MAX_OPERANDS
 class FewRows:
     """`a @ b` for each B, with scales, bias and a factor as `cublas.matmul` has them, in one kernel."""
 
-    def __init__(
-        self,
-        a: Tensor,
-        bs: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        a_scale: Tensor | None,
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        factor: float = 1.0,
-        fast: bool = True,
-    ) -> None:
-        """Examples of the tensors of a call: a [M, K], bs [K, N], outs [M, N] contiguous at multiples of 16 bytes.
-
-        fast: fp8 sums may be.
-        """
-        a, bs, b_scales, biases = aligned(a), [aligned_columns(b) for b in bs], dense(b_scales), dense(biases)
+    def __init__(self, call: Matrices, factor: float = 1.0, fast: bool = True) -> None:
+        """call: Examples of the tensors. fast: fp8 sums may be."""
+        a, bs, outs, a_scale, b_scales, biases = call.as_read()
         (m, k), widths, out_dtype = a.shape, [b.shape[1] for b in bs], outs[0].dtype
         programs = driver.processors(a.device.index)
         tiles = INTERPRETED_FEW_ROWS if IS_INTERPRETED else few_rows_tiles(a.itemsize, m, sum(widths), programs)
@@ -64,7 +39,7 @@ class FewRows:
             "COUNT": len(bs),
             "B_K_MAJOR": k_major(bs[0]),
             "A_SCALE": scale_mode(a_scale),
-            "B_SCALE": b_scale_mode(b_scales, bs),
+            "B_SCALE": scale_mode(b_scales[0] if b_scales else None),
             "BIAS": self.has_bias,
             "OUT": TRITON_DTYPES[out_dtype],
             "FACTOR": factor,
@@ -80,17 +55,9 @@ class FewRows:
         (self.a_like,), self.bs_like = outlines([self.a_like]), outlines(self.bs_like)
         self.values = [None] * (1 + MAX_OPERANDS) + [0] * (1 + 3 * MAX_OPERANDS) + args[-2 - MAX_OPERANDS :]
 
-    def __call__(
-        self,
-        stream: int,
-        a: Tensor,
-        bs: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        a_scale: Tensor | None,
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> None:
-        """Enqueue it, of operands that lie as the kernel reads them: dense, but for Bs, at multiples of 16 bytes."""
+    def __call__(self, stream: int, call: Matrices) -> None:
+        """Enqueue it, of operands that lie `as_read`."""
+        a, bs, outs, a_scale, b_scales, biases = call
         values, count = self.values.copy(), len(bs)
         values[0] = Tma(self.a_like, a.data_ptr())
         values[_BS : _BS + count] = [Tma(like, b.data_ptr()) for like, b in zip(self.bs_like, bs, strict=True)]
@@ -103,21 +70,11 @@ class FewRows:
         self.launch(stream, values)
 
 
-def takes(
-    a: Tensor,
-    rows: int,
-    bs: Sequence[Tensor],
-    b_scales: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    out_dtype: torch.dtype,
-    fast: bool,
-) -> bool:
-    """Whether `FewRows` makes the matmuls of `rows` rows like those of `a` [*, K], and is as fast as cuBLAS.
-
-    fast: fp8 sums may be. Scales are no blocks'.
-    """
-    depth, columns = a.shape[-1], sum(b.shape[1] for b in bs)
+def takes(call: Matrices, fast: bool) -> bool:
+    """Whether `FewRows` makes these matmuls, and is as fast as cuBLAS. fast: fp8 sums may be. Scales are no blocks'."""
+    a, bs, outs, _, b_scales, biases = call
+    (rows, depth), columns = a.shape, sum(b.shape[1] for b in bs)
     by_rows = bool(b_scales) and scale_mode(b_scales[0]) == 2
     if not few_rows_is_faster(rows, depth, columns, a.itemsize, by_rows) or (a.itemsize == 1 and not fast):
         return False
-    return refused_gemm(a, bs, b_scales, biases, out_dtype, [depth]) is None
+    return refused_gemm(a, bs, b_scales, biases, outs[0].dtype, [depth]) is None

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.cublas import matmul
 from asynctp_kernels.cuda.gemm.gemm import refused_gemm
 from asynctp_kernels.cuda.gemm.own_matmul import WholeGemm
@@ -175,18 +176,18 @@ MAX_PLANS = 256
 def _one_kernel(
     a: Tensor, bs: Sequence[Tensor], signals: Tensor, pivot: int, value: int, outs: Sequence[Tensor]
 ) -> None:
-    bs = [aligned_columns(b) for b in bs]
+    call = Matrices(a, [aligned_columns(b) for b in bs], outs)
     shape = _Shape(
         a.device.index, a.shape[0], signals.numel(), a.shape[1], a.stride(0), a.dtype,
-        tuple((b.shape[1], b.stride()) for b in bs),
+        tuple((b.shape[1], b.stride()) for b in call.bs),
     )  # fmt: skip
     plan = _plans.get(shape)
     if plan is None:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        plan = _plans[shape] = WholeGemm(a, bs, outs, chunks=signals.numel())
+        plan = _plans[shape] = WholeGemm(call, chunks=signals.numel())
     if polls(a.device):  # the interpreter does one thing at a time
         for chunk in range(signals.numel()):
             _poll(signals, chunk, value)
     awaits = (signals.data_ptr(), pivot, value)
-    plan(driver.current_stream(a.device.index), a, bs, outs, awaits=awaits)
+    plan(driver.current_stream(a.device.index), call, awaits)

@@ -25,6 +25,7 @@ from asynctp_kernels.cuda.choose.implementation import Ahead, Check
 from asynctp_kernels.cuda.choose.tiles import in_blocks
 from asynctp_kernels.cuda.choose.wire import PULL, PUSH
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts, part_rows
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.cublas import ranges
 from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, own_matmul
 from asynctp_kernels.cuda.plans.gather import GatherPlan
@@ -70,7 +71,8 @@ class DecomposedGather(GatherPlan):
         if a_scale is not None and (self.scale_travels or a_scale.numel() > 1):
             a_scale = a_scale.new_empty((rows, 1))
         outs = [a.new_empty((rows, width), dtype=self.out_dtype) for width in self.widths]
-        return own_matmul(a, call.bs, outs, a_scale, call.b_scales, call.biases, fast=call.use_fast_accum)
+        matrices = Matrices(a, call.bs, outs, a_scale, call.b_scales, call.biases)
+        return own_matmul(matrices, fast=call.use_fast_accum)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         """Range by range."""

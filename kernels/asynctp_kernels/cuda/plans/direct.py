@@ -20,6 +20,7 @@ from asynctp_kernels.cuda.checks import (
 from asynctp_kernels.cuda.choose import cost
 from asynctp_kernels.cuda.choose.wire import DIRECT, EXTREMES
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.copy_kernels import push_all_reduce_kernel, push_gather_kernel, push_reduce_kernel
 from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors, ShardSizes
@@ -120,7 +121,8 @@ class _Direct(WholeScatter):
         if call.b_parts and self.is_ours:
             a_scale = call.a_scales[0] if call.a_scales else None
             (kernel,) = self.kernels[0].values()
-            kernel(stream, call.a_parts[0], call.b_parts, [call.staging], a_scale, call.b_scales, call.biases)
+            matrices = Matrices(call.a_parts[0], call.b_parts, [call.staging], a_scale, call.b_scales, call.biases)
+            kernel(stream, matrices)
         self.launch(stream, [call.staging.data_ptr(), call.out.data_ptr(), *self.tail])
 
 

@@ -32,8 +32,8 @@ from asynctp_kernels.cuda.choose.implementation import Check, Choice
 from asynctp_kernels.cuda.choose.tiles import Tiles, cut, cut_own, shares_for
 from asynctp_kernels.cuda.choose.wire import PULL, PUSH
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
-from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, GemmArguments, place, places
-from asynctp_kernels.cuda.gemm.gemm import b_descriptor, b_scale_mode, prepare_gemm, scale_mode
+from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, CallArguments, GemmArguments
+from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_word
@@ -44,19 +44,14 @@ from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_WARPS,
     REGISTERS,
-    Tma,
     aligned,
     aligned_columns,
     describe,
     grid,
-    outlines,
 )
 from asynctp_kernels.cuda.runtime.machine import driver, others_beside
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.script import Record, Step, Wait, Write
-
-A_OWN, A_COME, SCALE_OWN, SCALE_COME = map(place, ("a0", "a1", "a_scale0", "a_scale1"))
-STAGING, BIAS, WORDS = map(place, ("c0", "bias0", "words"))
 
 
 class FusedGather(GatherPlan):
@@ -93,23 +88,23 @@ class FusedGather(GatherPlan):
         inner, k = layout.inner, layout.cols
         rows, blocks = [1, tiles.block_m, tiles.block_k], tiles.stored
         a_strides = [inner * k, k, 1]
-        self.a_own = describe(aligned(call.a_shard), [self.outer, inner, k], a_strides, rows)
+        a_own = describe(aligned(call.a_shard), [self.outer, inner, k], a_strides, rows)
         inbox = transport.received is not None
         example = self.new_full() if transport.received is None else transport.received
-        self.a_come = describe(example, [self.outer * (memory.world - inbox), inner, k], a_strides, rows)
-        self.bs = [b_descriptor(aligned_columns(b), tiles) for b in call.bs]
-        self.cs = [
+        a_come = describe(example, [self.outer * (memory.world - inbox), inner, k], a_strides, rows)
+        b_like = [b_descriptor(aligned_columns(b), tiles) for b in call.bs]
+        c_like = [
             describe(new(), [self.outer * memory.world, inner, n], [inner * n, n, 1], blocks)
             for new, n in zip(self.new_outs, self.widths, strict=True)
         ]
         bias = call.biases[0]
         a_mode = 2 if call.gather_a_scale else scale_mode(call.a_scale)
-        b_mode = b_scale_mode(call.b_scales, call.bs)
+        b_mode = scale_mode(call.b_scales[0] if call.b_scales else None)
         tile_count = _tile_count(self.outer * memory.world, inner, self.widths, tiles)
         programs = grid(tile_count, programs)
         shares = _shares(tile_count, programs, memory.world)
         args = GemmArguments(
-            a=(self.a_own, self.a_come), b=self.bs, c=self.cs, a_scale=(), b_scale=(),
+            a=(a_own, a_come), b=b_like, c=c_like, a_scale=(), b_scale=(),
             bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=memory.gather_done,
             outer=self.outer, inner=inner, k=(k,), n=self.widths, rank=memory.rank, world=memory.world,
             chunk_size=transport.chunk_rows, own_tiles=1, value=1,
@@ -118,33 +113,25 @@ class FusedGather(GatherPlan):
             args.listed(memory.dummy), programs, shares, tiles, call.bs, bias, (a_mode, b_mode), self.out_dtype,
             gathers=True, scale_travels=self.scale_travels, inbox=inbox, clears=transport.gemm_clears,
         )  # fmt: skip
-        self.values = args.launched(memory.local.data_ptr())
-        self.a_own, self.a_come = outlines((self.a_own, self.a_come))
-        self.bs, self.cs = outlines(self.bs), outlines(self.cs)
-        self.of_bs, self.of_cs = places("b", len(call.bs)), places("c", len(call.bs))
-        self.of_b_scales = places("b_scale", len(call.b_scales))
-        self.has_bias, self.of_biases = bias is not None, places("bias", len(call.bs))
+        self.arguments = CallArguments(args, memory.local.data_ptr())
 
     def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
         return self.with_gemm_layout(call)
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
-        transport, values = self.transport, self.values.copy()
+        transport, scale = self.transport, call.a_scale
         transport.start(stream, call)
         transport.await_all(stream)
-        values[A_OWN] = Tma(self.a_own, call.shard.data_ptr())
-        values[A_COME] = Tma(self.a_come, transport.rows(call).data_ptr())
-        values[self.of_bs] = [Tma(like, b.data_ptr()) for like, b in zip(self.bs, call.bs, strict=True)]
-        values[self.of_cs] = [Tma(like, out.data_ptr()) for like, out in zip(self.cs, call.outs, strict=True)]
-        if call.a_scale is not None:
-            values[SCALE_OWN] = values[SCALE_COME] = call.a_scale.data_ptr()
-            if self.scale_travels:
-                values[SCALE_COME] = transport.numbers_of(call).data_ptr()
-            values[self.of_b_scales] = [scale.data_ptr() for scale in call.b_scales]
-        if self.has_bias:
-            values[self.of_biases] = [bias.data_ptr() for bias in call.biases if bias is not None]
-        values[WORDS] = transport.words
-        self.launch(stream, values)
+        come = transport.numbers_of(call) if self.scale_travels else scale
+        tensors = {
+            "a": (call.shard, transport.rows(call)),
+            "b": call.bs,
+            "c": call.outs,
+            "a_scale": [each for each in (scale, come) if each is not None],
+            "b_scale": call.b_scales,
+            "bias": [bias for bias in call.biases if bias is not None],
+        }
+        self.launch(stream, self.arguments.of(tensors, {"words": transport.words}))
         transport.finish(stream, call)
 
 
@@ -198,36 +185,32 @@ class FusedScatter(PushedScatter):
         memory, layout = self.memory, self.layout
         inner, n, world = layout.inner, layout.cols, memory.world
         depths = [b.shape[0] for b in call.b_parts]
-        self.a_like = [
+        a_like = [
             describe(a, [self.outer * world, inner, k], [inner * k, k, 1], [1, tiles.block_m, tiles.block_k])
             for a, k in zip([aligned(a) for a in call.a_parts], depths, strict=True)
         ]
-        self.b_like = [b_descriptor(aligned_columns(b), tiles) for b in call.b_parts]
+        b_like = [b_descriptor(aligned_columns(b), tiles) for b in call.b_parts]
         staging = self.new_staging()
         block = tiles.stored
-        self.c_like = describe(staging, [world * self.outer, inner, n], [inner * n, n, 1], block)
+        c_like = describe(staging, [world * self.outer, inner, n], [inner * n, n, 1], block)
         bias = call.biases[0]
         row_tiles = self.outer * -(-inner // tiles.block_m)
         tile_count = world * row_tiles * -(-n // tiles.block_n)
         programs = grid(tile_count, programs)
         shares = _shares(tile_count, programs, memory.world)
         args = GemmArguments(
-            a=self.a_like, b=self.b_like, c=(self.c_like,), a_scale=(), b_scale=(),
+            a=a_like, b=b_like, c=(c_like,), a_scale=(), b_scale=(),
             bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=memory.scatter_done,
             outer=self.outer, inner=inner, k=depths, n=(n,), rank=memory.rank, world=world,
             chunk_size=self.chunks.tiles, own_tiles=self.own.tiles, value=1,
         )  # fmt: skip
-        modes = (scale_mode(call.a_scales[0] if call.a_scales else None), b_scale_mode(call.b_scales, call.b_parts))
+        modes = [scale_mode(scales[0] if scales else None) for scales in (call.a_scales, call.b_scales)]
         self.launch = prepare_gemm(
-            args.listed(memory.dummy), programs, shares, tiles, call.b_parts, bias, modes,
+            args.listed(memory.dummy), programs, shares, tiles, call.b_parts, bias, (modes[0], modes[1]),
             self.wire_dtype, gathers=False, rounded=call.matmul_dtype,
             factor=call.gemm_factor or 1.0,
         )  # fmt: skip
-        self.values = args.launched(memory.local.data_ptr())
-        self.a_like, self.b_like = outlines(self.a_like), outlines(self.b_like)
-        self.c_like = Tma(self.c_like, 0)
-        self.of_as, self.of_bs = places("a", len(depths)), places("b", len(depths))
-        self.of_scales = places("a_scale", len(depths)), places("b_scale", len(depths))
+        self.arguments = CallArguments(args, memory.local.data_ptr())
 
     def new_extras(self) -> list[Tensor]:
         return []
@@ -236,19 +219,17 @@ class FusedScatter(PushedScatter):
         return self.with_gemm_layout(call)
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        memory, values, bias = self.memory, self.values.copy(), call.biases[0]
+        memory, bias = self.memory, call.biases[0]
         memory.fork(stream)
-        values[self.of_as] = [Tma(like, a.data_ptr()) for like, a in zip(self.a_like, call.a_parts, strict=True)]
-        values[self.of_bs] = [Tma(like, b.data_ptr()) for like, b in zip(self.b_like, call.b_parts, strict=True)]
-        values[STAGING] = Tma(self.c_like, call.staging.data_ptr())
-        if call.a_scales:
-            of_a, of_b = self.of_scales
-            values[of_a] = [scale.data_ptr() for scale in call.a_scales]
-            values[of_b] = [scale.data_ptr() for scale in call.b_scales]
-        if bias is not None:
-            values[BIAS] = bias.data_ptr()
-        values[WORDS] = memory.progress
-        self.launch(stream, values)
+        tensors = {
+            "a": call.a_parts,
+            "b": call.b_parts,
+            "c": [call.staging],
+            "a_scale": call.a_scales,
+            "b_scale": call.b_scales,
+            "bias": [] if bias is None else [bias],
+        }
+        self.launch(stream, self.arguments.of(tensors, {"words": memory.progress}))
         self.push_and_reduce(memory.stream, call.staging, call.out, memory.running)
         self.finish(stream)
 

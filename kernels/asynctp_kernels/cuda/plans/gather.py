@@ -24,37 +24,28 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from asynctp_kernels.cuda.checks import gathered_scaled_at_end
-from asynctp_kernels.cuda.choose.implementation import Implementation, Recipe
+from asynctp_kernels.cuda.choose.implementation import Recipe
 from asynctp_kernels.cuda.facts import GatherFacts
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.cublas import matmul
-from asynctp_kernels.cuda.gemm.cublaslt import free_matmuls
-from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
-from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, own_matmul
+from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, matmuls_for
 from asynctp_kernels.cuda.plans.gather_tensors import GatherOperands, GatherTensors
-from asynctp_kernels.cuda.runtime.edited import PlanGraph
-from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense, misaligned
+from asynctp_kernels.cuda.plans.plan import Plan
+from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.torch_private import new_tensors
 
 
-class GatherPlan(Implementation):
+class GatherPlan(Plan):
     """One call, prepared. `run` gives the matmuls, then the gathered A if asked for, then the gathered `along_shard`.
 
-    uses_memory: calls take their turn in the group's memory. graph: of a plan whose calls PyTorch has no part in.
     fills_outs, has_full, has_numbers: the call makes memory for its matmuls, the gathered A, and numbers.
     kernel: The one of all matmuls, where these are not cuBLAS's.
-    waits_for_in_flight: it has to come after what is in flight, because its matmuls wait for kernels that then would
-    find no room beside them. reads_landed: it reads words of chunks, which a gather in flight reads too, so it has to
-    come after that.
     """
 
-    uses_memory = True
-    graph: PlanGraph | None = None
     fills_outs = True
     kernel: OwnMatmul | None = None
-    waits_for_in_flight = False
-    reads_landed = False
 
     def __init__(self, call: GatherFacts, memory: GroupMemory, gathers_all: bool) -> None:
         """gathers_all: A call gathers all of A, and all numbers that travel, whether they are returned or not."""
@@ -88,7 +79,6 @@ class GatherPlan(Implementation):
         return tuple.__new__(GatherTensors, every)  # as C makes it
 
     def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
-        """The call with its operands as the implementation reads them: copies of those that lie otherwise."""
         if self.kernel is not None:
             return self.with_gemm_layout(call)
         return self._aligned(call)
@@ -107,10 +97,6 @@ class GatherPlan(Implementation):
         call, bs = self._aligned(call), [aligned_columns(b) for b in call.bs]
         (a_scale,) = dense([call.a_scale])
         return call._replace(a_scale=a_scale, bs=bs, b_scales=dense(call.b_scales), biases=dense(call.biases))
-
-    def enqueue(self, stream: int, call: GatherTensors) -> None:
-        """Everything that a call does on the GPU, after `stream` and with `stream` after it."""
-        raise NotImplementedError
 
     def results(self, call: GatherTensors) -> list[Tensor]:
         """The tensors that the call returns."""
@@ -142,21 +128,13 @@ class GatherPlan(Implementation):
         self.make(driver.current_stream(self.device_index), call)
         return self.results(call)
 
-    def make(self, stream: int, call: GatherTensors) -> None:
-        """Make the call, in its turn."""
-        addresses = call.addresses()
-        if not self.is_dense or misaligned(addresses):
-            call = self.with_kernel_layout(call)
-            addresses = call.addresses()
-        self.memory.call(stream, self, call, addresses, self.waits_for_in_flight, self.reads_landed)
-
     def multiply(
         self, call: GatherTensors, a: Tensor, a_scale: Tensor | None, places: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """`a` by every B, each into its place if it has one: on cuBLAS, or, if all have, by `kernel`."""
         if self.kernel is not None:
             stream, outs = driver.current_stream(self.device_index), [place for place in places if place is not None]
-            self.kernel(stream, a, call.bs, outs, a_scale, call.b_scales, call.biases)
+            self.kernel(stream, Matrices(a, call.bs, outs, a_scale, call.b_scales, call.biases))
             return outs
         b_scales: Sequence[Tensor | None] = call.b_scales or [None] * len(places)
         operands = zip(call.bs, call.biases, b_scales, places, strict=True)
@@ -182,23 +160,18 @@ class WholeGather(GatherPlan):
 
     def _kernel(self, call: GatherFacts) -> OwnMatmul | None:
         """The kernel of all matmuls, or cuBLASLt's call of each; None where these are left to PyTorch."""
-        operands, fast = (call.bs, call.b_scales, call.biases), call.use_fast_accum
         if call.is_empty or gathered_scaled_at_end(call) is not None:
             return None
-        full = self.new_full()
-        a, outs = full.view(call.rows, -1), [new().view(call.rows, -1) for new in self.new_outs]
+        a, outs = self.new_full().view(call.rows, -1), [new().view(call.rows, -1) for new in self.new_outs]
         a_scale = self.new_numbers() if self.scale_travels else call.a_scale
-        if call.invariant:
-            return own_matmul(a, call.bs, outs, a_scale, call.b_scales, call.biases, fast=fast)
-        if takes(full, call.rows, *operands, self.out_dtype, fast):
-            return FewRows(a, call.bs, outs, a_scale, call.b_scales, call.biases)
-        return free_matmuls(a, call.bs, outs, a_scale, call.b_scales, call.biases, fast)
+        matrices = Matrices(a, call.bs, outs, a_scale, call.b_scales, call.biases)
+        return matmuls_for(matrices, call.invariant, fast=call.use_fast_accum)
 
     def multiply_whole(self, stream: int, call: GatherTensors, kernel: OwnMatmul) -> None:
         """Enqueue all matmuls, once the whole is there."""
         assert call.full is not None
         row_scale = call.all_row_numbers if self.scale_travels else call.a_scale
-        kernel(stream, call.full, call.bs, call.outs, row_scale, call.b_scales, call.biases)
+        kernel(stream, Matrices(call.full, call.bs, call.outs, row_scale, call.b_scales, call.biases))
 
     def results(self, call: GatherTensors) -> list[Tensor]:
         if self.kernel is not None:

@@ -30,17 +30,16 @@ import torch
 from torch import Tensor
 
 from asynctp_kernels.cuda.checks import scattered_scaled_at_end
-from asynctp_kernels.cuda.choose.implementation import Implementation, Recipe
+from asynctp_kernels.cuda.choose.implementation import Recipe
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PUSH
 from asynctp_kernels.cuda.facts import ReduceFacts
+from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.copy_kernels import reduce_kernel
 from asynctp_kernels.cuda.gemm.cublas import matmul, multiply
-from asynctp_kernels.cuda.gemm.cublaslt import free_matmuls
-from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
-from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, own_matmul
+from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, matmuls_for
+from asynctp_kernels.cuda.plans.plan import Plan
 from asynctp_kernels.cuda.plans.scatter_tensors import Operands, ScatterTensors
-from asynctp_kernels.cuda.runtime.edited import PlanGraph
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_WARPS,
@@ -48,7 +47,6 @@ from asynctp_kernels.cuda.runtime.launch import (
     aligned_columns,
     dense,
     grid,
-    misaligned,
     prepare,
 )
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -66,17 +64,14 @@ from asynctp_kernels.shard_layout import ShardLayout
 from asynctp_kernels.torch_private import new_tensors
 
 
-class ScatterPlan(Implementation):
+class ScatterPlan(Plan):
     """One call, prepared. `run` gives this rank's shard.
 
-    uses_memory: calls take their turn in the group's memory. graph: of a plan whose calls PyTorch has no part in.
     in_place: the result takes the place of the sum of the matmuls.
     staging_shape, extra_shape: of the sum of the matmuls, and of one apart.
     kernels: for each matmul those, by the number of rows, if it is not cuBLAS that makes it.
     """
 
-    uses_memory = True
-    graph: PlanGraph | None = None
     in_place = False
     staging_shape: tuple[int, ...]
     extra_shape: tuple[int, ...]
@@ -139,10 +134,8 @@ class ScatterPlan(Implementation):
                 made = matmul(a, b_parts[i], biases[i], a_scale, b_scale, self.scaling, out=out, factor=now)
             else:
                 made = a.new_empty((a.shape[0], b_parts[i].shape[1]), dtype=self.matmul_dtype) if out is None else out
-                of_a, of_b, bias = dense([a_scale, b_scale, biases[i]])
-                matrices = (aligned(a), [aligned_columns(b_parts[i])], [made])
-                of_columns = [] if of_b is None else [of_b]
-                kernel(driver.current_stream(self.device_index), *matrices, of_a, of_columns, [bias])
+                matrices = Matrices(a, [b_parts[i]], [made], a_scale, b_scales[i : i + 1], [biases[i]])
+                kernel(driver.current_stream(self.device_index), matrices.as_read())
             if i and total is not None:
                 total.add_(made, alpha=then)
             elif apart:
@@ -170,11 +163,7 @@ class ScatterPlan(Implementation):
         a, fast, factor = call.a_parts[i], call.use_fast_accum, self.factors[i][0]
         out = a.new_empty((rows, bs[0].shape[1]), dtype=self.matmul_dtype)
         a, a_scale = a.reshape(-1, a.shape[-1])[:rows], call.a_scales[i] if call.a_scales else None
-        if call.invariant:
-            return own_matmul(a, bs, [out], a_scale, b_scales, biases, factor, fast)
-        if takes(a, rows, bs, b_scales, biases, self.matmul_dtype, fast):
-            return FewRows(a, bs, [out], a_scale, b_scales, biases, factor)
-        return free_matmuls(a, bs, [out], a_scale, b_scales, biases, fast) if factor == 1 else None
+        return matmuls_for(Matrices(a, bs, [out], a_scale, b_scales, biases), call.invariant, factor, fast)
 
     def tensors(self, operands: Operands) -> ScatterTensors:
         """The operands as they come, and new memory for what a call makes."""
@@ -184,7 +173,6 @@ class ScatterPlan(Implementation):
         return tuple.__new__(ScatterTensors, every)  # as C makes it
 
     def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:
-        """The call with its operands as the implementation reads them: copies of those that lie otherwise."""
         if call.added is None:
             return call
         return call._replace(added=call.added.contiguous())  # so ranges of its rows are views
@@ -194,10 +182,6 @@ class ScatterPlan(Implementation):
         a_parts, b_parts = [aligned(a) for a in call.a_parts], [aligned_columns(b) for b in call.b_parts]
         a_scales, b_scales, biases = dense(call.a_scales), dense(call.b_scales), dense(call.biases)
         return call._replace(a_parts=a_parts, b_parts=b_parts, a_scales=a_scales, b_scales=b_scales, biases=biases)
-
-    def enqueue(self, stream: int, call: ScatterTensors) -> None:
-        """Everything that a call does on the GPU, after `stream` and with `stream` after it."""
-        raise NotImplementedError
 
     def recipe(self, lead: Sequence[int]) -> Recipe:
         """How calls are made whose operands lie as they are read. lead: Sizes of rows of an all-reduce; else empty."""
@@ -218,14 +202,6 @@ class ScatterPlan(Implementation):
         call = self.tensors((a_parts, b_parts, a_scales, b_scales, biases, added))
         self.make(driver.current_stream(self.device_index), call)
         return call.out
-
-    def make(self, stream: int, call: ScatterTensors) -> None:
-        """Make the call, in its turn."""
-        addresses = call.addresses()
-        if not self.is_dense or misaligned(addresses):
-            call = self.with_kernel_layout(call)
-            addresses = call.addresses()
-        self.memory.call(stream, self, call, addresses)
 
 
 class PushedScatter(ScatterPlan):

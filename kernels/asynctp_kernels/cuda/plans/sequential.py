@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from asynctp_kernels.cuda.checks import (
     matmul_takes_gathered,
     matmul_takes_scattered,
@@ -9,13 +11,14 @@ from asynctp_kernels.cuda.checks import (
     sums_in_rank_order,
 )
 from asynctp_kernels.cuda.choose import cost
-from asynctp_kernels.cuda.choose.implementation import Choice
+from asynctp_kernels.cuda.choose.implementation import Check, Choice
 from asynctp_kernels.cuda.choose.wire import PLAIN
 from asynctp_kernels.cuda.facts import Facts, GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul
 from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.own_program import SequentialProgram
+from asynctp_kernels.cuda.plans.plan import Plan
 from asynctp_kernels.cuda.plans.scatter import WholeScatter
 from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -23,31 +26,36 @@ from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.torch_private import gather_into, scatter_into
 
 
-def _cublas_and_nccl(call: Facts) -> bool:
-    """The call is one collective, and cuBLAS on rows as they lie; else its own program runs."""
-    return call.layout.whole and not driver.IN_ORDER and not call.is_empty and not call.unknown
+class _Sequential(Plan):
+    """A plan of one collective of NCCL's, and cuBLAS on rows as they lie; a call that is none has its own program run.
 
-
-class SequentialGather(WholeGather):
-    """NCCL's all-gather. Only for one outer block, where the ranks' shards are ranges of rows."""
+    takes: Why cuBLAS does not make a call's matmuls.
+    """
 
     name = "sequential"
     transports = (PLAIN,)
-    refuses = (program_may_multiply,)
     estimate = cost.sequential
     uses_memory = False
+    takes: ClassVar[Check]
 
     @classmethod
-    def plan(cls, call: GatherFacts, memory: GroupMemory, choice: Choice) -> SequentialGather | SequentialProgram:
-        able = _cublas_and_nccl(call) and matmul_takes_gathered(call) is None
-        return cls(call, memory) if able else SequentialProgram()
+    def plan(cls, call: Facts, memory: GroupMemory, choice: Choice) -> _Sequential | SequentialProgram:
+        able = call.layout.whole and not driver.IN_ORDER and not call.is_empty and not call.unknown
+        return cls(call, memory) if able and cls.takes(call) is None else SequentialProgram()  # type: ignore[call-arg]
+
+    def make(self, stream: int, call: Any) -> None:
+        """Neither the group's memory nor its order of calls matters, and NCCL's calls have no graph."""
+        self.enqueue(stream, self.with_kernel_layout(call))
+
+
+class SequentialGather(_Sequential, WholeGather):
+    """NCCL's all-gather. Only for one outer block, where the ranks' shards are ranges of rows."""
+
+    refuses = (program_may_multiply,)
+    takes = matmul_takes_gathered
 
     def _kernel(self, call: GatherFacts) -> OwnMatmul | None:
         return super()._kernel(call) if call.invariant else None
-
-    def make(self, stream: int, call: GatherTensors) -> None:
-        """Neither the group's memory nor its order of calls matters, and NCCL's calls have no graph."""
-        self.enqueue(stream, self.with_kernel_layout(call))
 
     def enqueue(self, stream: int, call: GatherTensors) -> None:
         assert call.full is not None
@@ -58,27 +66,15 @@ class SequentialGather(WholeGather):
             self.multiply_whole(stream, call, self.kernel)
 
 
-class SequentialScatter(WholeScatter):
+class SequentialScatter(_Sequential, WholeScatter):
     """NCCL's reduce-scatter. Only for one outer block, where a rank's part is a range of rows."""
 
-    name = "sequential"
-    transports = (PLAIN,)
     refuses = (sums_in_rank_order,)
-    estimate = cost.sequential
-    uses_memory = False
-
-    @classmethod
-    def plan(cls, call: ReduceFacts, memory: GroupMemory, choice: Choice) -> SequentialScatter | SequentialProgram:
-        able = _cublas_and_nccl(call) and matmul_takes_scattered(call) is None
-        return cls(call, memory) if able else SequentialProgram()
+    takes = matmul_takes_scattered
 
     def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:
         super().__init__(call, memory)
         self.reduce_op, self.wire_dtype = call.reduce_op, self.out_dtype  # NCCL adds in what it moves
-
-    def make(self, stream: int, call: ScatterTensors) -> None:
-        """Neither the group's memory nor its order of calls matters, and NCCL's calls have no graph."""
-        self.enqueue(stream, self.with_kernel_layout(call))
 
     def enqueue(self, stream: int, call: ScatterTensors) -> None:
         scatter_into(call.out, call.staging, self.reduce_op, self.memory.group)
