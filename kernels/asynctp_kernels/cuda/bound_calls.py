@@ -1,6 +1,7 @@
 """Calls whose plan is found once: for a place in a program that makes the same call again and again.
 
-`run` and `run_bulk_*` look a call's plan up by all its arguments. A `Bound` one has the plan, and at what may have changed since: it runs the plan exactly as they would, or says that it cannot.
+`run` and `run_bulk_*` look a call's plan up by all its arguments. A `Bound` one has the plan, and looks only at what
+may have changed since: it runs the plan exactly as they would, or says that it cannot.
 """
 
 from __future__ import annotations
