@@ -16,6 +16,7 @@ import pytest
 from garbage import collect_rarely
 from internal_state import forget_internal_errors
 from profiles import THOROUGH
+from unmeasured import leave_out_measurements
 
 #: files that take minutes, the longest first: begun last, one of them would run alone
 LONGEST = (
@@ -54,6 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Once all modules of tests are imported, and with them torch."""
+    leave_out_measurements()
     collect_rarely()
 
 

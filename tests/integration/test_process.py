@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from compiled_training import pair_in_one_process
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.codecache import AotCodeCompiler
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.distributed._functional_collectives import all_gather_tensor
 
@@ -197,7 +199,7 @@ def test_a_compile_without_passes_is_left_alone_and_said(caplog: pytest.LogCaptu
 
 
 def test_ahead_of_time() -> None:
-    """AOTInductor compiles with a compiler of its own inside."""
+    """AOTInductor compiles with a compiler of its own inside. Its code is not built: `test_backend` loads what is."""
     asynctp_passes.enable(OFF)
     asynctp_passes.clear_reports()
 
@@ -206,8 +208,9 @@ def test_ahead_of_time() -> None:
             return program(x, w)
 
     exported = torch.export.export(Module(), (torch.ones(4, 16), torch.ones(16, 8)))
-    quick = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
-    torch._inductor.aoti_compile_and_package(exported, inductor_configs=quick)
+    built = mock.Mock(side_effect=RuntimeError("the code is written"))
+    with mock.patch.object(AotCodeCompiler, "compile", built), pytest.raises(Exception, match="the code is written"):
+        torch._inductor.aoti_compile_and_package(exported)
     assert sum(len(report.fused) for report in asynctp_passes.reports()) == 1
 
 

@@ -86,8 +86,12 @@ _PRELOADED = [
     "torch._inductor.kernel_template_choice",
     "torch.distributed.tensor.parallel",
     "torch.utils.cpp_extension",
-    "asynctp_passes",
+    "asynctp_passes.steps",
+    "asynctp_passes.remat.joint",
+    "asynctp_passes.remat.partition",
     "asynctp_kernels.cuda",
+    "pytest",
+    "hypothesis",
     "warm",
 ]
 _READ_AT_IMPORT = ("OMP_", "TORCH", "PYTORCH", "TRITON_", "PYTHON")

@@ -11,19 +11,34 @@ from unittest import mock
 import torch
 import torch._dynamo
 from garbage import collect_rarely
+from graph_builder import GraphBuilder
 from interpreter import rewrite_kernels
 from torch._dynamo.utils import counters
+from unmeasured import leave_out_measurements
+
+import asynctp_passes
 
 
 def _first_compile() -> None:
     """Patterns that Inductor looks for, and hashes of its sources and of Triton's: seconds. Nothing else is left."""
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", TORCHINDUCTOR_CACHE_DIR=folder):
         options = {"fallback_by_default": True} if "fallback_by_default" in torch._inductor.list_options() else {}
-        torch.compile(lambda x: (x @ x).sin(), options=options)(torch.ones(2, 2, requires_grad=True))
+        program = torch.compile(lambda x: (x @ x).sin(), options=options)
+        program(torch.ones(2, 2, requires_grad=True)).sum().backward()
     torch._dynamo.reset()
     counters.clear()
 
 
+def _first_graph() -> None:
+    """Patterns that names of ops are compared with. The backend is not called: it leaves hooks in Dynamo."""
+    b = GraphBuilder()
+    product = b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12]))
+    graph = b.returns(b.scatter(b.mm(b.relu(product), b.input("v", [12, 8]))))
+    assert len(asynctp_passes.run(graph, asynctp_passes.Config()).fused) == 2
+
+
+leave_out_measurements()
+_first_graph()
 _first_compile()
 rewrite_kernels()
 collect_rarely()
