@@ -115,8 +115,8 @@ NO_MATMUL = _skip(
 WEIGHT_GATHER = _skip(
     "ATP003",
     "WEIGHT_GATHER",
-    "the gathered tensor is a matmul's right-hand operand, a vector, or an input of the graph whose rows are looked "
-    "up. Its group has no tensor-parallel chain in this graph, or is named for data parallelism",
+    "the gathered tensor is a parameter, a vector, a matmul's right-hand operand, or an input of the graph whose rows "
+    "are looked up. Its group has no tensor-parallel chain in this graph, or is named for data parallelism",
     "nothing to do for parameters, as FSDP's, or context parallelism's keys and values; otherwise name the group in "
     "Config(groups=...)",
 )
@@ -158,8 +158,8 @@ NO_ELEMENTS = _skip(
 WEIGHT_GRADIENT = _skip(
     "ATP009",
     "WEIGHT_GRADIENT",
-    "the reduced tensor is a weight's gradient: a matmul that contracts over rows made it, or it is a vector. Its "
-    "group has no tensor-parallel chain in this graph, or is named for data parallelism",
+    "the reduced tensor is a weight's gradient: a matmul that contracts over rows made it, it is a vector, or it is "
+    "returned as one. Its group has no tensor-parallel chain in this graph, or is named for data parallelism",
     "nothing to do for gradients, as FSDP's or DDP's, which are best bucketed; otherwise name the group in "
     "Config(groups=...)",
 )

@@ -605,6 +605,8 @@ def _picked(call: _Call) -> Result:
     if not call.propagation.has(call.first):
         return None
     before, after = tensor_of(call.first), call.shape()
+    if before is not None and _is_picked(call.values, before.dim() - 1):
+        return Refusal(reasons.NOT_ROWWISE, "picks elements of rows by number")
     ratio = None if before is None or after is None else _ratio(product(after), product(call.sizes.of(before)))
     if ratio == 1:
         return Refusal(reasons.PIECES_REORDERED, "picks rows by number")
@@ -612,6 +614,13 @@ def _picked(call: _Call) -> Result:
         return Refusal(reasons.PIECES_REPEATED, "picks rows by number")
     constant = all(_is_constant(node) for node in call.node.all_input_nodes if not call.propagation.has(node))
     return Refusal(reasons.UNEVEN_SHARDS if constant else reasons.PIECES_MISSING, "picks rows by number")
+
+
+def _is_picked(values: Mapping[str, Any], axis: int) -> bool:
+    """True for a lookup along this dimension of a tensor."""
+    if "indices" in values and isinstance(values["indices"], list | tuple):
+        return len(values["indices"]) > axis and values["indices"][axis] is not None
+    return "dim" in values and values["dim"] is not None and values["dim"] % (axis + 1) == axis
 
 
 def _ratio(a: Size, b: Size) -> float | None:

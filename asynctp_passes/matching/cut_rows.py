@@ -39,14 +39,22 @@ class Cut:
         return self.steps[-1]
 
 
-def unpads(node: fx.Node, ranks: int, sizes: Sizes) -> bool:
-    """True for picking all rows but few, which a padding may have added."""
-    picks = traits_of(node).drops_rows or traits_of(node).view is View.PAD  # the gradient of padding pads by -2, say
-    before, after = tensor_of(node.args[0]) if picks else None, tensor_of(node)
-    if before is None or after is None or before.dim() != after.dim():
-        return False
-    pairs = zip(sizes.of(before), sizes.of(after), strict=True)
-    return any(not same(kept, whole) and _is_most(kept, whole, ranks) for whole, kept in pairs)
+def cut_dimension(node: fx.Node, ranks: int, sizes: Sizes) -> int | None:
+    """The dimension of which a slice, or padding by fewer than none, keeps all but a few last indices; else None."""
+    traits, axis = traits_of(node), None
+    before = tensor_of(node.args[0]) if traits.takes_range or traits.view is View.PAD else None
+    if before is None:
+        return None
+    values, dims = arguments(node), before.dim()
+    if traits.view is View.PAD:
+        changed = [index for index, size in enumerate(values["pad"]) if size != 0]  # 0 for the last dimension's front
+        axis = dims - 1 - changed[0] // 2 if len(changed) == 1 and changed[0] % 2 else None
+    elif values["start"] in (0, None) and values.get("step", 1) == 1:
+        axis = values["dim"] % dims
+    if axis is None:
+        return None
+    kept, whole = sizes.of(value_of(node))[axis], sizes.of(before)[axis]
+    return axis if not same(kept, whole) and _is_most(kept, whole, ranks) else None
 
 
 def _is_most(kept: Size, whole: Size, ranks: int) -> bool:
@@ -64,31 +72,14 @@ def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cu
     """Views of a followed tensor without the last indices of one of its dimensions."""
     for whole, view in propagation.maps.items():
         for user in whole.users:
-            value = tensor_of(whole) if unpads(user, ranks, sizes) else None
-            axis = None if value is None else _cut_dimension(user, whole, sizes)
-            if value is None or axis is None:
+            axis = cut_dimension(user, ranks, sizes) if user.args[0] is whole else None
+            if axis is None or axis == value_of(whole).dim() - 1:
                 continue
-            *lines, width = sizes.of(value)
+            *lines, width = sizes.of(value_of(whole))
             rows = view.reshape((product(lines), width))
             if isinstance(rows, IndexMap):
                 cut = Cut(whole, axis, sizes.of(value_of(user))[axis], (user,), rows)
                 yield from _views(cut, width, sizes)
-
-
-def _cut_dimension(node: fx.Node, whole: fx.Node, sizes: Sizes) -> int | None:
-    """The dimension that a slice, or such a padding, cuts: it keeps the first indices. None for the last one."""
-    if node.args[0] is not whole:
-        return None
-    values, dims = arguments(node), len(sizes.of(value_of(whole)))
-    if traits_of(node).view is View.PAD:
-        pads = values["pad"]
-        changed = [index for index, size in enumerate(pads) if size != 0]  # 0 for the last dimension's front
-        axis = dims - 1 - changed[0] // 2 if len(changed) == 1 and changed[0] % 2 else dims
-    elif traits_of(node).takes_range and values["start"] in (0, None) and values.get("step", 1) == 1:
-        axis = values["dim"] % dims
-    else:
-        return None
-    return axis if axis < dims - 1 else None
 
 
 def _views(cut: Cut, width: Size, sizes: Sizes) -> Iterator[Cut]:

@@ -15,12 +15,13 @@ from asynctp_passes.ir.matmuls import feeds_left_operand, is_matmul
 from asynctp_passes.ir.nodes import is_pointwise, is_random, is_size, mutates, tensor_of, value_of, written_by
 from asynctp_passes.ir.order import communications, is_opaque, latest_communication
 from asynctp_passes.ir.sizes import Size, Sizes, product, same
-from asynctp_passes.ir.traversal import reachable, segments
+from asynctp_passes.ir.traversal import phase_of, reachable, segments
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.propagation import Propagation, is_view, propagate, shares_memory, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.scaled_epilogue import read_scaled_result, scalings
 from asynctp_passes.reasons import Refusal
+from asynctp_passes.torch_private import partitioner
 
 
 class MatchContext:
@@ -111,6 +112,11 @@ class MatchContext:
         written = (source for node in self.nodes for source in written_by(node))
         whole = reachable(written, lambda node: node.all_input_nodes if shares_memory(node) else ())
         return reachable(whole, lambda node: filter(shares_memory, node.users))
+
+    @functools.cached_property
+    def parameters(self) -> set[fx.Node]:
+        """The inputs that are parameters, as far as torch knows; of a backward, their gradients."""
+        return partitioner.parameters(self.graph, phase_of(self.graph) == "backward")
 
     @functools.cached_property
     def scalings(self) -> set[fx.Node]:

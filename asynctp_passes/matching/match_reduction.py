@@ -23,7 +23,7 @@ from asynctp_passes.ir.sizes import Size, product, quotient, same
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import ScatterPlacement, incomplete, locate_scatter
-from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, propagate, sources_of
+from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, propagate, sources_of, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate, ScatterChain, Term
 from asynctp_passes.matching.match_context import MatchContext, in_blocks
@@ -57,9 +57,9 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
         if chain.reason is reasons.SUM_HAS_OTHER_TERM and others:
             chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {near_miss.callers(others)}")
         shown = [*region, *matmul_nodes, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
-        return Candidate(
-            scatter, None, (chain,), context.sorted(shown), weights=_reduces_weights(context, scatter, shown)
-        )
+        gradient = _is_gradient(context, scatter)
+        weights = gradient or _reduces_weights(context, scatter, shown)
+        return Candidate(scatter, None, (chain,), context.sorted(shown), weights=weights, may_be_weights=gradient)
     nodes = context.sorted([*chain.views, *nodes_of(chain.matmuls), *scatter.nodes])
     return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(context, scatter, nodes))
 
@@ -248,6 +248,11 @@ def _reduces_weights(context: MatchContext, collective: Collective, nodes: Itera
     return (
         bool(matmul_nodes) and all(map(contracts_rows, matmul_nodes)) and collective.node not in context.above_matmuls
     )
+
+
+def _is_gradient(context: MatchContext, collective: Collective) -> bool:
+    """True in a backward that returns what is reduced as a parameter's gradient."""
+    return phase_of(context.graph) == "backward" and not context.parameters.isdisjoint(views_of(collective.results))
 
 
 def _first_refusal(propagation: Propagation, region: Sequence[fx.Node], scatter: Collective) -> Refusal:

@@ -28,11 +28,12 @@ from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import arguments, first_tensor, is_size, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Size, Sizes, canonical, product, same
+from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import RankPlacement, incomplete, locate_ranks
 from asynctp_passes.layout.propagation import Propagation, is_view, pads_at_end, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate
-from asynctp_passes.matching.cut_rows import unpads
+from asynctp_passes.matching.cut_rows import cut_dimension
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
@@ -47,35 +48,40 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
         refusal = Refusal(reasons.ALL_TO_ALL, f"{piece.name} is piece {piece.args[1]} of {gather.group_size}")
         return Candidate(gather, None, (refusal,), gather.results)  # what follows has other names on other ranks
     misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
-    misses = [_named(gather, miss, region.context.sizes) for miss in (*misses, *_near_gather(region, refused))]
+    misses = [_named(gather, region, miss) for miss in (*misses, *_near_gather(region, refused))]
     if any(miss.refusal.reason is reasons.PIECES_MISSING for miss in misses) and (
         parts := _in_all_parts(region.context.propagation_of(gather), region.context.sizes)
     ):
         misses = [_in_parts(miss, parts) for miss in misses]
     misses.sort(key=lambda miss: miss.refusal.reason.rank)
     nodes = sort([*gather.results, *misses[0].nodes])
-    weights = misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND or near_miss.is_vector(gather.input)
-    given = _is_given(gather.source)
-    weights = weights or (given and _computes_with_rows(misses[0].nodes))
-    may_be = given and misses[0].refusal not in own.values()
+    given = _given(gather.source)
+    may_be = given is not None and misses[0].refusal not in own.values()
+    weights = (
+        misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND
+        or near_miss.is_vector(gather.input)
+        or (given is not None and _computes_with_rows(misses[0].nodes))
+        or (may_be and given in region.context.parameters)
+    )
     refusals = tuple(miss.refusal for miss in misses)
     return Candidate(gather, None, refusals, nodes, weights=weights, may_be_weights=may_be)
 
 
 def _computes_with_rows(way: Sequence[fx.Node]) -> bool:
-    """True for a way on which rows are looked up, and something is computed of them before they are multiplied."""
-    looked_up = any(traits_of(node).view is View.PICK for node in way)
+    """True for a way on which rows of a matrix are looked up, and more is computed before they are multiplied."""
+    picked = (tensor_of(first_tensor(node)) for node in way if traits_of(node).view is View.PICK)
+    looked_up = any(value is not None and value.dim() == 2 for value in picked)
     return looked_up and not all(is_view(node) or is_matmul(node) for node in way)
 
 
-def _is_given(node: fx.Node) -> bool:
-    """True for a view of an input of the graph, in whatever dtype: where rows are picked, a table of embeddings."""
+def _given(node: fx.Node) -> fx.Node | None:
+    """The input of the graph of which a node is a view, in whatever dtype: where rows are picked, a table."""
     while node.op != "placeholder":
         source = first_tensor(node)
         if source is None or not is_view(node):
-            return False
+            return None
         node = source
-    return True
+    return node
 
 
 @dataclass(frozen=True)
@@ -86,12 +92,21 @@ class _Miss:
     nodes: tuple[fx.Node, ...] = ()
 
 
-def _named(gather: Collective, miss: _Miss, sizes: Sizes) -> _Miss:
-    """A miss for want of pieces that were only padding is one for uneven shards."""
-    cut = next((node for node in miss.nodes if unpads(node, gather.group_size, sizes)), None)
+def _named(gather: Collective, region: ShardRegion, miss: _Miss) -> _Miss:
+    """A miss for want of pieces that were only padding, behind all ranks' pieces, is one for uneven shards."""
+    maps, sizes = region.context.propagation_of(gather).maps, region.context.sizes
+    cuts = (node for node in miss.nodes if node.args and node.args[0] in maps)
+    cut = next((node for node in cuts if _cuts_last_shard(node, gather, maps[node.args[0]], sizes)), None)  # type: ignore
     if cut is None or miss.refusal.reason is not reasons.PIECES_MISSING:
         return miss
     return replace(miss, refusal=Refusal(reasons.UNEVEN_SHARDS, f"{op_name(cut)} {cut.name}: {miss.refusal.facts}"))
+
+
+def _cuts_last_shard(node: fx.Node, gather: Collective, whole: IndexMap, sizes: Sizes) -> bool:
+    """True for cutting few last indices off the dimension along which the ranks' shards are."""
+    found = locate_ranks(whole, product(sizes.of(value_of(gather.input))), gather.group_size)
+    axis = cut_dimension(node, gather.group_size, sizes)
+    return axis is not None and isinstance(found, RankPlacement) and found.dim == axis
 
 
 def _in_parts(miss: _Miss, parts: str) -> _Miss:

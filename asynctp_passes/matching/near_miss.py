@@ -115,7 +115,7 @@ def carries(user: fx.Node, source: fx.Node) -> bool:
     if looks_up(user, source) or (values and all(value.dtype == torch.bool for value in values)):
         return False
     if is_other(user):
-        return source in _sources_of_rows(user, or_columns=_is_unknown(user))
+        return source in _sources_of_rows(user, kept=False)
     return _follows_rows(user, source) and not _is_beside(user, source)
 
 
@@ -158,20 +158,23 @@ def _is_unknown(node: fx.Node) -> bool:
     return can_promise(name) and promise_of(name) is None and not normalizes(name)
 
 
-def _sources_of_rows(node: fx.Node, or_columns: bool = False) -> list[fx.Node]:
-    """The inputs of an op that have as many rows as one of its results; or as many columns, if these count too."""
+def _sources_of_rows(node: fx.Node, kept: bool = True) -> list[fx.Node]:
+    """The inputs of an op that have as many rows as one of its results; as many columns or elements, if not `kept`."""
     results = [value for value in values_of(node) if _rows(value) is not None]
     sources = [(one, value) for one in node.all_input_nodes for value in values_of(one) if _rows(value) is not None]
 
     def fits(value: torch.Tensor, other: torch.Tensor) -> bool:
-        return _same(_rows(value), _rows(other)) or (or_columns and identical(value.shape[-1], other.shape[-1]))
+        others = not kept and (identical(value.shape[-1], other.shape[-1]) or identical(value.numel(), other.numel()))
+        return others or _same(_rows(value), _rows(other))
 
     return [source for source, value in sources if any(fits(value, other) for other in results)]
 
 
 def _rows(value: Any) -> tuple[Any, ...] | None:
-    """The sizes of a floating tensor's dimensions but the last; None for vectors and columns, which hold statistics."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
+    """The sizes of a tensor of numbers but the last; None for vectors and columns, which hold statistics."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return None
+    if not (value.is_floating_point() or value.is_complex()):
         return None
     return None if identical(value.shape[-1], 1) else tuple(value.shape[:-1])
 

@@ -260,8 +260,11 @@ def _evidence(candidate: Candidate, key: str) -> str:
         if picked is not None:
             return f"{group}: {picked} picks rows of an input of the graph"
         if candidate.may_be_weights:
-            return f"{group}: {candidate.nodes[-1].name} is of an input of the graph, and the group gathers parameters"
+            why = "a parameter" if candidate.weights else "an input of the graph, and the group gathers parameters"
+            return f"{group}: {candidate.nodes[-1].name} is of {why}"
         return f"{group}: the right operand of {products[-1]}"
+    if candidate.may_be_weights:
+        return f"{group}: {candidate.collective.node.name} is returned as a parameter's gradient"
     return f"{group}: by strides, the left operand of {', '.join(products)} is transposed, and no matmul follows"
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from asynctp_passes.config import Config
 from asynctp_passes.errors import ExpectError, StrictError
-from asynctp_passes.reasons import INTERNAL_ERROR, NOT_ROWWISE
+from asynctp_passes.reasons import INTERNAL_ERROR, NOT_ROWWISE, OPERAND_DEPENDS_ON_GATHER
 from asynctp_passes.reporting.internal import contained
 from asynctp_passes.reporting.picture import picture
 from asynctp_passes.reporting.report import Report
@@ -18,6 +18,9 @@ from asynctp_passes.torch_private import dynamo, inductor_compile, process_group
 from asynctp_passes.torch_private.uncompiled import Uncompiled
 
 log = logging.getLogger(__name__)
+
+_NOT_JUDGED = {NOT_ROWWISE.code, OPERAND_DEPENDS_ON_GATHER.code}
+"""Misses that `strict="zero"` does not count: there may be no chain at all, or nothing can be done about it."""
 
 _parts: weakref.WeakKeyDictionary[fx.GraphModule, dict[fx.Graph, Report]] = weakref.WeakKeyDictionary()
 """The reports of a graph's subgraphs and its own, by the graph that Inductor compiles."""
@@ -36,7 +39,7 @@ def raise_if_strict(graph: fx.Graph, report: Report, config: Config) -> None:
 
     Raises:
         StrictError: `strict="all"` and a chain is MISSED, or there was an internal error; or `strict="zero"` and chains
-            are in scope for sure but none is FUSED.
+            are in scope for sure, can be mended, and none is FUSED.
         ExpectError: Chains are in scope and fewer than `config.expect` are FUSED.
     """
     module, last = inductor_compile.whole_graph() or (None, True)
@@ -109,7 +112,7 @@ def _raise_if(judged: Report, own: Report, config: Config, elsewhere: int, earli
     """Judge a report; `own` goes with the error, and `earlier` counts graphs of the same compile before it."""
     fused = len(judged.fused) + elsewhere
     failed = judged.missed or judged.internal_errors
-    certain = any(remark.code != NOT_ROWWISE.code for remark in judged.missed)  # of that there may be no chain at all
+    certain = any(remark.code not in _NOT_JUDGED for remark in judged.missed)
     none = certain and not fused and not dynamo.is_cut_for_ddp()  # later pieces may fuse some
     if (failed and config.strict == "all") or (none and config.strict == "zero"):
         raise StrictError(_strict_message(judged, config, earlier), own)

@@ -128,6 +128,22 @@ def program_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: one.idx for node, one in described if type(one).__name__ == "PlainAOTInput"}
 
 
+def parameters(graph: fx.Graph, is_backward: bool) -> set[fx.Node]:
+    """The inputs of a graph that torch takes to stay in their place, or their gradients, which a backward returns.
+
+    Those are parameters, buffers, and tensors of an optimizer. Empty for a graph that Dynamo did not trace, and for a
+    part of one.
+    """
+    from torch._guards import TracingContext
+
+    static = getattr(getattr(TracingContext.try_get(), "fw_metadata", None), "static_input_indices", ())
+    inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
+    nodes = output.args[0] if is_backward else inputs
+    if not static or not isinstance(nodes, list | tuple) or not output.meta.get("desc"):
+        return set()
+    return {node for number, node in enumerate(nodes) if number in static and isinstance(node, fx.Node)}
+
+
 def program_outputs(graph: fx.Graph) -> dict[int, fx.Node]:
     """The tensors among a graph's results, or their parts, that the compiled function returns, by number there."""
     output = graph.output_node()

@@ -424,6 +424,102 @@ def head_of_tokens_that_have_a_label(x: Tensor, labels: Tensor, head: Tensor) ->
     return (gather(x)[labels > 3] @ head).logsumexp(-1).sum()
 
 
+# --- ops that mix rows, or return others -----------------------------------------------------------------------------
+@found("ATP121", "vLLM", x=[8, 16], order=[16, INT64], w=[16, 8])
+def columns_in_the_order_of_their_activation(x: Tensor, order: Tensor, w: Tensor) -> Tensor:
+    """As GPTQ quantizes them."""
+    return gather(x)[:, order] @ w
+
+
+@found("F", "vLLM", x=[8, 16], order=[16, INT64], w=[16, 8])
+def columns_ordered_before_the_gather(x: Tensor, order: Tensor, w: Tensor) -> Tensor:
+    return gather(x[:, order]) @ w
+
+
+@found("ATP121 ATP115", "Megatron", x=[8, 16], slots=[16, INT64], up=[4, 16, 8], down=[4, 8, 16])
+def experts_of_a_capacity(x: Tensor, slots: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    whole, slots = gather(x), slots % 4 + 8 * (slots // 4)
+    tokens = whole.new_zeros(32, 16).index_add(0, slots, whole)
+    made = torch.bmm(torch.bmm(tokens.view(4, 8, 16), up).relu(), down)
+    return scatter(made.view(32, 16)[slots])
+
+
+@found("ATP121", "transformers", x=[8, 16], w=[16, 8])
+def image_enlarged_before_its_projection(x: Tensor, w: Tensor) -> Tensor:
+    image = gather(x).view(1, 4, 4, 16).permute(0, 3, 1, 2)
+    larger = F.interpolate(image, scale_factor=2, mode="bilinear")
+    return larger.permute(0, 2, 3, 1).reshape(-1, 16) @ w
+
+
+@found("ATP121", "transformers", x=[8, 16], places=[3, INT64], features=[3, 16], w=[16, 8])
+def features_added_to_tokens_of_an_image(x: Tensor, places: Tensor, features: Tensor, w: Tensor) -> Tensor:
+    """As Qwen3-VL does."""
+    return gather(x).index_add(0, places, features) @ w
+
+
+@found("ATP121", "FNet", x=[8, 16], w=[16, 8])
+def mixed_by_a_fourier_transform(x: Tensor, w: Tensor) -> Tensor:
+    return torch.fft.fft(gather(x)).real @ w
+
+
+@found("ATP104", "RWKV", x=[8, 16], w=[16, 8])
+def tokens_mixed_with_those_before(x: Tensor, w: Tensor) -> Tensor:
+    whole = gather(x)
+    return (whole + F.pad(whole, (0, 0, 1, -1))) @ w
+
+
+@found("ATP103", "own", x=[8, 16], w=[16, 8])
+def all_but_the_first_and_the_last_token(x: Tensor, w: Tensor) -> Tensor:
+    return gather(x)[1:-1] @ w
+
+
+# --- layers of models ------------------------------------------------------------------------------------------------
+@found("F", "transformers", x=[8, 16], w=[64, 8])
+def patches_merged_by_four(x: Tensor, w: Tensor) -> Tensor:
+    """As Qwen2-VL does."""
+    return gather(x).view(-1, 64) @ w
+
+
+@found("ATP104", "EAGLE", x=[8, 16], ids=[16, INT64], table=[8, 16], w=[32, 8])
+def hidden_state_joined_with_the_next_embedding(x: Tensor, ids: Tensor, table: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([F.embedding(ids, table), gather(x)], -1) @ w
+
+
+@found("F", "PEFT", x=[8, 16], w=[16, 8], down=[16, 4], up=[4, 8])
+def adapter_beside_a_column_parallel_linear(x: Tensor, w: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    whole = gather(x)
+    return whole @ w + whole @ down @ up * 0.3
+
+
+@found("F F", "Mamba", x=[8, 16], up=[16, 8], kernel=[8, 1, 3], down=[8, 16])
+def convolution_between_two_linears(x: Tensor, up: Tensor, kernel: Tensor, down: Tensor) -> Tensor:
+    made = F.conv1d((gather(x) @ up).t()[None], kernel, groups=8, padding=1)
+    return scatter(F.silu(made)[0].t() @ down)
+
+
+class Positions(nn.Module):
+    """Learned positions, sharded as FSDP does, and a linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Parameter(torch.randn(8, 16)), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = all_gather_tensor_autograd(self.table, 0, dist.group.WORLD)
+        return self.linear(F.layer_norm(x + positions, [16])).square().sum()  # type: ignore[no-any-return]
+
+
+@found("ATP003 ATP009", "FSDP", trains=True, makes=True, config={"strict": "zero"}, x=[16, 16])
+def positions_gathered_alone() -> nn.Module:
+    return Positions()
+
+
+@found("ATP203", "Muon", config={"strict": "zero"}, x=[8, 16])
+def step_of_newton_and_schulz(x: Tensor) -> Tensor:
+    whole = gather(x)
+    return 1.5 * whole - 0.5 * (whole @ whole.t()) @ whole
+
+
 # --- ops of other libraries ------------------------------------------------------------------------------------------
 _ops = torch.library.Library("found_like", "FRAGMENT")
 ops = torch.ops.found_like

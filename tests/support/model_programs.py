@@ -225,7 +225,7 @@ def router_with_a_bias_for_the_choice(x: Tensor, gate: Tensor, bias: Tensor, gro
     return weights / weights.sum(-1, keepdim=True)
 
 
-@program("F ATP002", "made by aten.index_put", x=[4, 16], tokens=[8, INT64], up=[8, 16], down=[16, 8])
+@program("F ATP121", "mm -> index_put", x=[4, 16], tokens=[8, INT64], up=[8, 16], down=[16, 8])
 def experts_that_add_to_their_tokens(
     x: Tensor, tokens: Tensor, up: Tensor, down: Tensor, group: ProcessGroup
 ) -> Tensor:

@@ -128,7 +128,7 @@ for _name in ("paged_attention", "fused_moe", "sum_experts", "all_reduce_and_nor
 row("NO_MATMUL", "made by own_like.scale")(of_own_op("scale", (16,)))  # statistics of the rows
 row("NO_MATMUL", "made by own_like.scale")(of_own_op("scale", (16, 1)))
 row("NO_MATMUL", "made by own_like.row_numbers")(of_own_op("row_numbers", dtype=torch.int64))
-row("NO_MATMUL", "made by own_like.combine")(of_own_op("combine", (12, 16)))  # a weight's gradient, say
+row("NOT_ROWWISE", "own_like.combine.default returns other rows")(of_own_op("combine", (12, 16)))
 
 
 @row("NOT_ROWWISE", 'own_like.embed.default returns other rows than it takes: register_local("own_like::embed")')

@@ -266,10 +266,64 @@ def _stored(b: GraphBuilder, rows: Node) -> Node:
     return b.call(aten.index_put.default, zeros, [places], rows, True)
 
 
-@row("NO_MATMUL", "made by aten.index_put.default")
+@row("NOT_ROWWISE", "mm -> index_put; aten.index_put.default may make a row of several")
 def stored_by_index_before_the_all_reduce(b: GraphBuilder) -> Node:
     """As experts add to their tokens."""
     return b.all_reduce(_stored(b, times(b, b.input("a", [16, 8]), 8)))
+
+
+@row("NOT_ROWWISE", "[index_put -> mm; aten.index_put.default may make a row of several]")
+def stored_by_index_after_the_gather(b: GraphBuilder) -> Node:
+    """A buffer of the experts' tokens, of more rows than there are tokens."""
+    return times(b, _stored(b, gathered(b)))
+
+
+@row("NOT_ROWWISE", "topk -> getitem -> mm")
+def largest_of_each_column_after_the_gather(b: GraphBuilder) -> Node:
+    return times(b, b.call(getitem, b.call(aten.topk.default, gathered(b), 4, 0), 0))
+
+
+@row("NOT_ROWWISE", "_fft_c2c -> view_as_real -> select -> mm")
+def transformed_after_the_gather(b: GraphBuilder) -> Node:
+    made = b.call(aten._fft_c2c.default, b.call(aten.to.dtype, gathered(b), torch.complex64), [0], 0, True)
+    return times(b, b.call(aten.select.int, b.call(aten.view_as_real.default, made), -1, 0))
+
+
+@row("NO_MATMUL", "used by aten.histc.default")
+def counted_after_the_gather(b: GraphBuilder) -> Node:
+    """A statistic is no rows."""
+    return b.mm(b.reshape(b.call(aten.histc.default, gathered(b), 8), [1, 8]), b.input("v", [8, 12]))
+
+
+@row("NOT_ROWWISE", "[index -> mm; aten.index.Tensor index: picks elements of rows by number]")
+def columns_taken_in_another_order_after_the_gather(b: GraphBuilder) -> Node:
+    """As quantized weights want them that are sorted by activation."""
+    return times(b, b.call(aten.index.Tensor, gathered(b), [None, b.input("order", [8], torch.int64)]))
+
+
+@row("NOT_ROWWISE", "aten.index_select.default index_select: picks elements of rows by number")
+def columns_taken_in_another_order_before_the_scatter(b: GraphBuilder) -> Node:
+    return b.scatter(b.call(aten.index_select.default, product(b), 1, b.input("order", [12], torch.int64)))
+
+
+@row("NOT_ROWWISE", "picks elements of rows by number")
+def pixels_of_a_gathered_image(b: GraphBuilder) -> Node:
+    """No table of embeddings: as grid_sample and interpolate look pixels up."""
+    image = b.call(aten.permute.default, b.reshape(b.gather(b.input("image", [4, 8])), [1, 4, 4, 8]), [0, 3, 1, 2])
+    y, x = (b.input(name, [6, 6], torch.int64) for name in ("y", "x"))
+    found = b.relu(b.call(aten.index.Tensor, image, [None, None, y, x]))
+    return b.mm(b.reshape(b.call(aten.permute.default, found, [0, 2, 3, 1]), [36, 8]), b.input("w", [8, 12]))
+
+
+@row("PIECES_MISSING", "covers 120 elements from 8 of 128")
+def first_row_cut_off(b: GraphBuilder) -> Node:
+    """Shards are even, and no padding is in front of them."""
+    return times(b, b.call(aten.slice.Tensor, gathered(b), 0, 1, 16))
+
+
+@row("PIECES_MISSING", "do not count every element once")
+def last_column_cut_off(b: GraphBuilder) -> Node:
+    return b.mm(b.call(aten.slice.Tensor, gathered(b), 1, 0, 7), b.input("w", [7, 12]))
 
 
 @row("NO_MATMUL", "made by aten.cumsum.default")
@@ -625,7 +679,7 @@ def gather_by_symmetric_memory(b: GraphBuilder) -> Node:
     return times(b, b.call_like(value, torch.ops.symm_mem._low_contention_all_gather.default, x, "tp"))
 
 
-@row("UNEVEN_SHARDS", "index_select")
+@row("PIECES_MISSING", "index_select: picks rows by number")
 def padding_removed_after_the_gather(b: GraphBuilder) -> Node:
     kept = b.input("kept", [15], torch.int64)
     return times(b, b.call(aten.index_select.default, of_a_layer(b), 0, kept))

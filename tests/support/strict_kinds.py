@@ -189,7 +189,7 @@ KINDS = {
         "All chains of a graph are MISSED", "a warning each", NOTHING_FUSED, _all_are_missed, ("WARNING", "ATP101")
     ),
     "may be no chain": Kind(
-        "Only `ATP121`, which may be no chain",
+        "Only `ATP121`, `ATP203`: perhaps nothing to mend",
         "a warning each",
         MISSED,
         _one_may_be_no_chain,

@@ -224,8 +224,8 @@ SECTIONS: dict[str, list[Form]] = {
             *("test_experts_that_are_reduced_one_by_one_and_then_summed", "summed experts"),
         ),
         form(
-            "`mm` → × a factor of rows (a gate), of columns, or a number → RS or AR",
-            "fused: factors are scales in fp32. `ATP105` in float64, with a bias, or two of rows or of columns",
+            "`mm` → × a tensor of factors: of rows (a gate), of columns, or one → RS or AR",
+            "fused: factors are scales in fp32. `ATP105` in float64, by a Python number, with a bias, or two alike",
             *("gated beside routed", "test_scatter_of_a_gated_product_and_routed_tokens", "columns, then rows"),
         ),
         form("`mm`s whose rows are joined → RS or AR", "`ATP406`", "two_products_joined_before_the_scatter"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import dataclasses
 import random
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,7 @@ import reason_rows_of_limits  # noqa: F401  (adds its rows)
 import reason_rows_of_own_ops  # noqa: F401
 import reason_rows_of_scope  # noqa: F401
 import reason_rows_of_structure  # noqa: F401
+import serving_ops
 import torch
 from graph_builder import snapshot
 from lockstep import op_name
@@ -20,7 +23,8 @@ from passes import run_pass
 from reason_rows import ROWS, Row
 from torch.fx import Graph, Node
 
-from asynctp_passes import Remark
+from asynctp_passes import Remark, register_collective, register_local, register_matmul, register_rowwise, unregister
+from asynctp_passes.ir.registry import collective_op, matmul_op
 from asynctp_passes.reasons import CATALOGUE
 from asynctp_passes.torch_private import process_groups
 
@@ -118,13 +122,14 @@ NAMES = (
     "dispatch",
 )
 OWN = ("own_like", "registry_like", "vllm_like")
-_numbers = itertools.count()
+_libraries: list[torch.library.Library] = []  # an op lives as long as its library
 
 
 def with_other_names(graph: Graph, seed: int) -> dict[str, str]:
     """Give the program's own ops other names, which tell of anything; the old names by the new ones."""
     choose, renamed = random.Random(seed), dict[Any, Any]()
-    library = torch.library.Library(f"other_{next(_numbers)}", "FRAGMENT")
+    library = torch.library.Library(f"other_{len(_libraries)}", "FRAGMENT")
+    _libraries.append(library)
 
     def other(op: Any) -> Any:
         if not isinstance(op, torch._ops.OpOverload) or op.namespace not in OWN:
@@ -133,6 +138,8 @@ def with_other_names(graph: Graph, seed: int) -> dict[str, str]:
             name = f"{choose.choice(NAMES)}_{len(renamed)}"
             schema = re.sub(r"\(\$(\d+)! -> \)", r"(a\1!)", str(op._schema))  # what it writes to, as `define` has it
             library.define(schema.replace(f"{op._schema.name}(", f"{name}(", 1))
+            if op is torch.ops.own_like.normalize.default:  # the one that has a fake implementation
+                torch.library.register_fake(f"{library.ns}::{name}", torch.empty_like, lib=library)
             renamed[op] = getattr(getattr(torch.ops, library.ns), name).default
         return renamed[op]
 
@@ -154,6 +161,42 @@ def test_names_decide_nothing(seed: int) -> None:
             assert found == [told(remark, {}) for remark in remarks_of(line, line.graph())]
             compared += 1
     assert compared > 25
+
+
+@contextlib.contextmanager
+def known_alike(names: dict[str, str], promise: Callable[[str], None]) -> Iterator[None]:
+    """Ops are described by their new names as by the old ones; of those that are not, the same is promised."""
+    with serving_ops.registered(), contextlib.ExitStack() as known:
+        for new, old in names.items():
+            op, name = getattr(getattr(torch.ops, new.partition("::")[0]), new.partition("::")[2]), f"{old}.default"
+            forgotten: list[Any] = [op]
+            if (collective := collective_op(name.replace("::", "."))) is not None:
+                described = {**dataclasses.asdict(collective), "groups": dict(collective.groups)}
+                register_collective(op, **described)
+            elif (matmul := matmul_op(name.replace("::", "."))) is not None:
+                register_matmul(op, **dataclasses.asdict(matmul))
+            else:
+                forgotten = [new, old]
+                for one in forgotten:
+                    (register_local if op.default._schema.is_mutable else promise)(one)
+            for one in forgotten:
+                known.callback(unregister, one)
+        yield
+
+
+@pytest.mark.parametrize("promise", [register_local, register_rowwise])
+def test_names_decide_nothing_of_what_is_registered(promise: Callable[[str], None]) -> None:
+    fused = set[str]()
+    for line in ROWS:
+        graph = line.graph()
+        if names := with_other_names(graph, 0):
+            with known_alike(names, promise):
+                remarks = remarks_of(line, graph)
+                before = [told(one, {}) for one in remarks_of(line, line.graph())]
+            assert [told(one, names) for one in remarks] == before
+            fused.update(names.values() if any(one.outcome == "FUSED" for one in remarks) else ())
+    described = {"vllm_like::all_gather", "vllm_like::reduce_scatter", "vllm_like::cutlass_scaled_mm"}
+    assert described <= fused
 
 
 def told(remark: Remark, names: dict[str, str]) -> tuple[str, str, str]:
