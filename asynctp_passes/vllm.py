@@ -5,11 +5,13 @@
 --compilation-config.inductor_compile_config                     '{"shape_padding": false}'
 
 The first fuses. The second notes the order of the program's collectives for it. Options of `Config` come from
-`ASYNCTP_*` variables of the process that reads vLLM's configuration; they travel with it to all workers.
+`ASYNCTP_*` variables of the process that reads vLLM's configuration; they travel with it to all workers. So does
+`invariant="batch"`, where `VLLM_BATCH_INVARIANT` is set there.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import uuid
@@ -18,11 +20,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from vllm import envs
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from vllm.distributed import parallel_state
 from vllm.logger import init_logger
 
 from asynctp_passes.backend import AsyncTPPass, RematerializePass
+from asynctp_passes.config import Config
 from asynctp_passes.errors import StrictError
 from asynctp_passes.ir.nodes import called_name
 from asynctp_passes.ir.registry import register_collective, register_matmul
@@ -152,8 +156,14 @@ def _taken(graph: fx.Graph) -> str:
     )
 
 
-asynctp = _Fuse(AsyncTPPass())
-asynctp_joint = _Joint(RematerializePass())
+def _config() -> Config:
+    """The environment's configuration, batch-invariant where vLLM is to be."""
+    config = Config.given(None)
+    return dataclasses.replace(config, invariant="batch") if getattr(envs, "VLLM_BATCH_INVARIANT", False) else config
+
+
+asynctp = _Fuse(AsyncTPPass(_config()))
+asynctp_joint = _Joint(RematerializePass(_config()))
 
 # vLLM looks up "asynctp_passes.vllm.asynctp" as __import__("asynctp_passes.vllm").__dict__["asynctp"]. An import by a
 # dotted name returns the package at its left, so the package has to have the name.

@@ -15,7 +15,17 @@ from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.marks import REMATERIALIZED
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import call_as_json, called_name, describe, module_of, source_of, value_of
+from asynctp_passes.ir.nodes import (
+    arguments,
+    call_as_json,
+    called_name,
+    describe,
+    module_of,
+    op_name,
+    source_of,
+    traits_of,
+    value_of,
+)
 from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
@@ -27,7 +37,7 @@ from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting import internal
 from asynctp_passes.reporting.of_graph import plan_digest, report_of_graph
 from asynctp_passes.reporting.report import Bucketed, Note, Remark, Report
-from asynctp_passes.torch_private import dynamo
+from asynctp_passes.torch_private import dynamo, inductor_options
 
 _LIKE_WEIGHTS = (
     "it looks like a weight's gradient, as FSDP reduces them, and is taken for tensor parallelism, since its group "
@@ -42,6 +52,11 @@ _INVARIANT = (
 _VARIANT = (
     'invariant="batch" is a promise of the kernels for GPUs. On this device, the bits of fused chains may depend on '
     "how many rows there are, as those of its matmuls do"
+)
+_ROWS_ALONE = (
+    "Inductor's coordinate_descent_tuning makes a matmul of one row a sum of products, so a row alone has other bits "
+    "than in a batch. Set torch._inductor.config.coordinate_descent_tuning = False, and leave out "
+    'mode="max-autotune", which switches it on'
 )
 _UNSHARDED = (
     "at best the sum overlaps with the matmul, and sending it to all ranks does not; shard activations over the "
@@ -72,7 +87,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
     return dataclasses.replace(
         report,
         questions=tuple(one.with_answer(answers[one.group]) for one in questions),
-        notes=(*report.notes, *_bits(remarks, config), *ranks_differ, *_own_parts(plan)),
+        notes=(*report.notes, *_bits(remarks, config), *_rows_alone(graph, config), *ranks_differ, *_own_parts(plan)),
     )
 
 
@@ -87,6 +102,26 @@ def _bits(remarks: Sequence[Remark], config: Config) -> list[Note]:
     if not fused or config.invariant == "off":
         return []
     return [Note("bits", _INVARIANT if all(one.invariant for one in fused) else _VARIANT)]
+
+
+def _rows_alone(graph: fx.Graph, config: Config) -> list[Note]:
+    """The note on matmuls of one row that Inductor decomposed, `(a[:, :, None] * b[None]).sum(1)`."""
+    if config.invariant == "off" or not inductor_options.is_on("coordinate_descent_tuning"):
+        return []
+    sums = [node for node in graph.nodes if op_name(node) == "aten.sum.dim_IntList"]
+    products = {node: arguments(node)["self"] for node in sums}
+    names = [node.name for node, product in products.items() if _is_outer(product)]
+    return [Note("torch", f"{', '.join(names)}: {_ROWS_ALONE}")] if names else []
+
+
+def _is_outer(product: fx.Node) -> bool:
+    """Whether a node multiplies matrices of which each is repeated along a dimension of its own."""
+    sources = product.all_input_nodes
+    return (
+        traits_of(product).multiplies > 0
+        and len(sources) == 2
+        and all(op_name(source) == "aten.unsqueeze.default" for source in sources)
+    )
 
 
 def _own_parts(plan: Plan) -> list[Note]:

@@ -56,9 +56,11 @@ def scale_and_bias(
     A_SCALE: tl.constexpr,
     B_SCALE: tl.constexpr,
 ) -> tl.tensor:
-    """acc * a_scale * b_scale + bias, all in fp32; scales of one element each are one factor, as cuBLAS has them.
+    """acc * a_scale * b_scale + bias, all in fp32.
 
-    A scale is absent (0), one element (1) or rowwise, read at `a_rows` and `cols` (2). `bias_ptr` may be None.
+    A scale is absent (0), one element (1) or rowwise, read at `a_rows` and `cols` (2). B's one element is multiplied by
+    A's first, as cuBLAS has fp8's, or not (3). `bias_ptr` may be None. The scale of one row has one element, too: so
+    the order may not depend on which of both A's is.
     """
     if A_SCALE == 1:
         factor = tl.load(a_scale_ptr)
@@ -66,8 +68,11 @@ def scale_and_bias(
             factor = factor * tl.load(b_scale_ptr)
         acc = acc * factor
     if A_SCALE == 2:
-        acc = acc * tl.load(a_scale_ptr + a_rows, mask=row_mask, other=0.0)[:, None]
-    if B_SCALE == 1 and A_SCALE != 1:
+        of_rows = tl.load(a_scale_ptr + a_rows, mask=row_mask, other=0.0)
+        if B_SCALE == 1:
+            of_rows = of_rows * tl.load(b_scale_ptr)
+        acc = acc * of_rows[:, None]
+    if B_SCALE == 3:
         acc = acc * tl.load(b_scale_ptr)
     if B_SCALE == 2:
         acc = acc * tl.load(b_scale_ptr + cols, mask=col_mask, other=0.0)[None, :]

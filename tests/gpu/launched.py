@@ -4,7 +4,8 @@ With more processes than GPUs the ranks of `cases`, `stress` and `compiled` shar
 protocols and kernels of 4 and 8 ranks run on 1 or 2 GPUs, slowly. NCCL refuses that, so that gloo makes what is
 compared with. It cannot be captured: what needs it in a CUDA graph, `sequential` and all-reduces, is left out.
 
-With TRITON_INTERPRET=1 they are processes on CPUs, and kernels are interpreted: that is enough for `unlike`.
+With TRITON_INTERPRET=1 they are processes on CPUs, and kernels are interpreted: that is enough for `unlike`, `bits` and
+`decode`.
 
 With TILES=shares in the environment every GEMM runs on `PROGRAMS` CTAs at a time, so that each has several tiles, which
 are dealt out in shares as beside other groups' kernels. With TILES=pingpong, moreover, every GEMM that can run
@@ -45,10 +46,13 @@ def start(seconds: int) -> None:
         elif wanted != "shares":
             raise SystemExit(f"TILES={wanted} is not valid; it must be shares or pingpong")
     if IS_INTERPRETED:
+        os.environ.setdefault("ASYNCTP_CPU_IMPLEMENTATION", "interpreted")  # by default CPUs run no kernels
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         return
     rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if not gpus:
+        raise SystemExit("there is no GPU here; with TRITON_INTERPRET=1 kernels are interpreted on CPUs")
     here = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(here)
     if int(os.environ["LOCAL_WORLD_SIZE"]) > gpus:

@@ -68,6 +68,24 @@ def test_fused_chains_that_are_batch_invariant() -> None:
     assert ", batch-invariant" in str(report)
 
 
+def test_a_matmul_of_one_row_that_inductor_decomposed() -> None:
+    """As `torch._inductor.decomposition.mm` has it."""
+
+    def notes(invariant: str) -> list[Note]:
+        b = GraphBuilder()
+        x, w = (b.input(name, sizes, torch.bfloat16, device="cuda") for name, sizes in (("x", [1, 64]), ("w", [64, 8])))
+        wide = [b.call(torch.ops.aten.unsqueeze.default, *each) for each in ((x, 2), (w, 0))]
+        total = b.call(torch.ops.aten.sum.dim_IntList, b.mul(*wide), [1])
+        return list(run_pass(b.returns(b.all_reduce(total)), invariant=invariant).notes)
+
+    assert notes("batch") == []
+    with torch._inductor.config.patch(coordinate_descent_tuning=True):
+        assert notes("off") == []
+        (note,) = notes("batch")
+    assert note.text.startswith("sum_1: Inductor's coordinate_descent_tuning makes a matmul of one row a sum")
+    assert not note.informs
+
+
 def test_an_op_that_may_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_groups, "has_peers", lambda: True)
     b = GraphBuilder()

@@ -49,6 +49,7 @@ NAMES = (
     "vllm.compilation.passes.inductor_pass",
     "vllm.distributed",
     "vllm.distributed.parallel_state",
+    "vllm.envs",
     "vllm.logger",
 )
 ROWS = SimpleNamespace(start=1, end=2048)
@@ -79,6 +80,7 @@ class Vllm:
         vars(found).update(InductorPass=InductorPass, get_pass_context=self._context)
         vars(modules["vllm.distributed.parallel_state"]).update(_groups=self.groups)
         modules["vllm.distributed"].parallel_state = modules["vllm.distributed.parallel_state"]  # type: ignore[attr-defined]
+        self.envs = modules["vllm"].envs = modules["vllm.envs"]  # type: ignore[attr-defined]
         modules["vllm.logger"].init_logger = logging.getLogger  # type: ignore[attr-defined]
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
@@ -177,6 +179,19 @@ def test_a_pickle_carries_options_to_a_worker_without_the_variables(
     monkeypatch.delenv("ASYNCTP_STRICT")
     with pytest.raises(StrictError):
         pickle.loads(sent)(graph_of(taken_first))
+
+
+def test_vllms_own_switch_is_obeyed(vllm: Vllm) -> None:
+    """`VLLM_BATCH_INVARIANT`, of the process that reads vLLM's configuration."""
+    vllm.envs.VLLM_BATCH_INVARIANT = True
+    sent = pickle.dumps(vllm.look_up(FUSE))
+    assert vllm.look_up(JOINT)._ours.config.invariant == "batch"
+    del vllm.envs.VLLM_BATCH_INVARIANT
+    pickle.loads(sent)(graph_of(layer))
+    (report,) = asynctp_passes.reports()
+    assert [note.kind for note in report.notes] == ["bits"]
+    del sys.modules["asynctp_passes.vllm"]
+    assert vllm.look_up(FUSE)._ours.config.invariant == "off"
 
 
 def test_the_key_has_options_groups_and_the_kind_of_pass(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,7 @@ GATHERS = (
 )
 SCATTERS = BOTH | {
     "rows-bias": Variant({**ROWWISE, "bias": True}, WIDE8, 168),
+    "rows-one": Variant({**ROWWISE, "scales": "row-one"}, WIDE8, 32),
     "outer": Variant({"rows": (2, 512), "dim": 1}, WIDE),
     "2": Variant({"ks": (512, 256)}, WIDE),
     "3": Variant({"ks": (512, 256, 256)}, WIDE),

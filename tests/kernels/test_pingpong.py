@@ -61,6 +61,7 @@ TRAVELS = {**ROWWISE, "travels": True}
 BOTH: dict[str, tuple[dict[str, Any], int]] = {
     "tensorwise": (TENSORWISE, 0),
     "rowwise": (ROWWISE, 40),
+    "rows and one": ({**ROWWISE, "scales": "row-one"}, 40),
     "bias": ({**ROWWISE, "bias": True}, 104),
     "fp16": ({**TENSORWISE, "out_dtype": torch.float16}, 0),
     "e5m2-e4m3": ({**TENSORWISE, "dtype": FP8_WIDE, "b_dtype": FP8}, 0),
@@ -92,7 +93,7 @@ FEW = {
     *itertools.product(("gather",), ("tensorwise", "4-bias", "outer")),
     *itertools.product(("pushed",), ("rowwise", "bf16-4-bias")),
     *itertools.product(("kept",), ("travels",)),
-    *itertools.product(("scatter",), ("rowwise", "fp16-bias", "multiplied rowwise", "sum of 4")),
+    *itertools.product(("scatter",), ("rows and one", "rowwise", "fp16-bias", "multiplied rowwise", "sum of 4")),
 }
 
 

@@ -22,13 +22,14 @@ _MATMUL = (*[ctypes.c_void_p] * 14, ctypes.c_size_t, ctypes.c_void_p)
 
 @dataclass(frozen=True)
 class Algorithm:
-    """parts: of K. scheme: how they are added up. error: of what it makes, relative."""
+    """parts: of K. scheme: how they are added up. error: of what it makes, relative. rounds: sums are not exact."""
 
     number: int
     parts: int = 1
     scheme: int = 0
     workspace: int = 0
     error: float = 0.0
+    rounds: bool = False
 
 
 @dataclass
@@ -110,7 +111,8 @@ class CublasLt:
         assert not any(address % 16 for address in self.log[-1])
         left, right = self._at(b, b_layout), self._at(a, a_layout)
         left = left.t() if told["attribute", TRANSPOSED] else left
-        made = (left.double() @ right.double()).float()
+        taken = self._seen[ctypes.c_uint64.from_address(algorithm).value]
+        made = left.float() @ right.float() if taken.rounds else (left.double() @ right.double()).float()
         if scales[0]:
             by_rows = {told.get(("attribute", mode), 0) for mode in MODES}
             (b_rows, a_rows) = made.shape if by_rows == {OF_ROWS} else (1, 1)
@@ -119,9 +121,8 @@ class CublasLt:
             made = made * a_scale * b_scale if by_rows == {OF_ROWS} else made * (a_scale * b_scale)
         if told.get(("attribute", EPILOGUE)) == 4:
             made += at(bias, (made.shape[0], 1), DTYPES[told["attribute", BIAS_TYPE]]).float()
-        error = self._seen[ctypes.c_uint64.from_address(algorithm).value].error
         place = self._at(out, out_layout)
-        place.copy_((made * (1 + error)).to(place.dtype))
+        place.copy_((made * (1 + taken.error)).to(place.dtype))
         return 0
 
     def _at(self, address: int, layout: int) -> torch.Tensor:

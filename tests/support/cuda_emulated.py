@@ -237,7 +237,7 @@ def _finish(call: Call, acc: Tensor, scale: int, first: int, i: int, col: int) -
         acc = acc * at(start, (1,) if call.A_SCALE == 1 else (height, 1), torch.float32)
     if call.B_SCALE:
         start = call.arguments[f"b_scale{i}"] + 4 * col * (call.B_SCALE == 2)
-        acc = acc * at(start, (1,) if call.B_SCALE == 1 else (1, width), torch.float32)
+        acc = acc * at(start, (1, width) if call.B_SCALE == 2 else (1,), torch.float32)
     if call.BIAS:
         dtype = call.examples[f"bias{i}"].dtype
         acc = acc + at(call.arguments[f"bias{i}"] + dtype.itemsize * col, (1, width), dtype).float()

@@ -687,7 +687,8 @@ def gather_call(
     kept: bool = False,
     world: int = 4,
 ) -> GatherFacts:
-    """A gather of `shard` (without K) along `dim`. scales: "", "tensor" or "row"; `travels`: A's are gathered too.
+    """A gather of `shard` (without K) along `dim`. scales: "", "tensor", "row", or "row-one", of which B has
+    one. `travels`: A's are gathered too.
 
     `along`: numbers travel that are only returned. `kept`: every rank returns the gathered A.
     """
@@ -697,8 +698,8 @@ def gather_call(
         depth *= world
     elif not travels:
         lead[dim] *= world
-    a_scale = {"": None, "tensor": torch.ones(()), "row": torch.rand(*lead, 1) + 0.5}[scales]
-    b_scales = [torch.ones(()) if scales == "tensor" else torch.rand(1, n) + 0.5 for n in ns] if scales else []
+    a_scale = {"": None, "tensor": torch.ones(())}.get(scales, torch.rand(*lead, 1) + 0.5)
+    b_scales = [torch.rand(1, n) + 0.5 if scales == "row" else torch.ones(()) for n in ns] if scales else []
     bs = [_weight(depth, n, b_dtype or dtype, k_major) for n in ns]
     biases = [tensor(n, dtype=out_dtype) if bias else None for n in ns]
     a_shard = tensor(*shard, k, dtype=dtype)
@@ -733,7 +734,7 @@ def scatter_call(
     """
     out_dtype = out_dtype or (dtype if dtype.itemsize == 2 else torch.bfloat16)
     a_scales = [torch.ones(()) if scales == "tensor" else torch.rand(*rows, 1) + 0.5 for _ in ks] if scales else []
-    b_scales = [torch.ones(()) if scales == "tensor" else torch.rand(1, n) + 0.5 for _ in ks] if scales else []
+    b_scales = [torch.rand(1, n) + 0.5 if scales == "row" else torch.ones(()) for _ in ks] if scales else []
     return ReduceFacts(
         [tensor(*rows, k, dtype=dtype) for k in ks],
         [_weight(k, n, b_dtype or dtype, k_major) for k in ks],

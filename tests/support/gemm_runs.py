@@ -246,7 +246,7 @@ def _scale(name: str, mode: int, places: tuple[int, int]) -> list[Any]:
     """What is read of a scale: nothing, one number, or those of rows or columns."""
     if mode == 0:
         return []
-    return [(name, 0, None) if mode == 1 else (name, *places)]
+    return [(name, *places) if mode == 2 else (name, 0, None)]
 
 
 def check_runs(prepared: Prepared, ttgir: str) -> None:

@@ -41,6 +41,8 @@ def _rows(rank: int, world: int, recipe: str, calls: int) -> dict[str, Any]:
     [
         (2, "bf16"),
         (2, "fp8-row-bias"),
+        (2, "fp8-row-one"),
+        (2, "bf16-row-one"),
         (2, "bf16-several"),
         *(
             thorough((3, each))

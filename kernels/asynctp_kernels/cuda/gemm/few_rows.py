@@ -5,7 +5,7 @@ from __future__ import annotations
 from asynctp_kernels.cuda.choose.tiles import IMPRECISE, INTERPRETED_FEW_ROWS, few_rows_is_faster, few_rows_tiles
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, Matrices
 from asynctp_kernels.cuda.gemm.few_rows_kernels import few_rows_kernel
-from asynctp_kernels.cuda.gemm.gemm import TRITON_DTYPES, b_descriptor, k_major, refused_gemm, scale_mode
+from asynctp_kernels.cuda.gemm.gemm import TRITON_DTYPES, b_descriptor, b_scale_mode, k_major, refused_gemm, scale_mode
 from asynctp_kernels.cuda.runtime.launch import Tma, describe, outlines, prepare
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.signals import IS_INTERPRETED
@@ -39,7 +39,7 @@ class FewRows:
             "COUNT": len(bs),
             "B_K_MAJOR": k_major(bs[0]),
             "A_SCALE": scale_mode(a_scale),
-            "B_SCALE": scale_mode(b_scales[0] if b_scales else None),
+            "B_SCALE": b_scale_mode(b_scales, bs),
             "BIAS": self.has_bias,
             "OUT": TRITON_DTYPES[out_dtype],
             "FACTOR": factor,

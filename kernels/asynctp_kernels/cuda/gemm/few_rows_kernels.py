@@ -72,7 +72,7 @@ def few_rows_kernel(
 ):
     """a [m, k] by each of `COUNT` Bs, [n, k] or [k, n], into c [m, n]: scaled, biased, rounded to OUT, times FACTOR.
 
-    A scale is absent (0), one element (1), or one per row or column (2). Rows of c begin at a multiple of `TOGETHER`
+    A scale is absent (0), one element (1, 3), or one per row or column (2). Rows of c begin at a multiple of `TOGETHER`
     elements. `IMPRECISE` is as of `multiply`.
     """
     tiles_m = tl.cdiv(m, BM)

@@ -30,6 +30,15 @@ def scale_mode(scale: Tensor | None) -> int:
     return 0 if scale is None else 1 if scale.numel() == 1 else 2
 
 
+def b_scale_mode(scales: Sequence[Tensor], bs: Sequence[Tensor]) -> int:
+    """The same of Bs; 3: one element, which sums are multiplied by after A's, as products that are not fp8 need it.
+
+    These may be near the ends of fp32's range, where the product of both scales may be infinite, or 0.
+    """
+    mode = scale_mode(scales[0] if scales else None)
+    return 3 if mode == 1 and bs[0].itemsize > 1 else mode
+
+
 def k_major(b: Tensor) -> bool:
     """Whether [K, N] `b` has its K elements side by side (a transposed weight), and not its N."""
     return b.stride(0) == 1 and (b.stride(1) != 1 or b.shape[0] > 1)
@@ -71,7 +80,7 @@ def prepare_gemm(
         tiles: Block sizes.
         bs: All Bs (gather), or those of all pairs (scatter); of one memory order.
         bias: Of the first matmul; all have one, or none.
-        scale_modes: Of A and of the Bs (`scale_mode`).
+        scale_modes: Of A and of the Bs (`scale_mode`, `b_scale_mode`).
         out_dtype: Of the result.
         gathers, scale_travels: The gather's GEMM, whose A scale came with the data.
         inbox: The gathered rows are the others' only.

@@ -349,8 +349,8 @@ def gemm_kernel(
         own scales; with several there is no bias.
 
     A chunk is `chunk_size` rows of a gather's source, or row tiles of a scatter's destination; of a scatter's own rows,
-    `own_tiles` row tiles. A scale is absent (0), one element (1), or one per row or column (2). A matmul is rounded to
-    ROUNDED, multiplied by FACTOR, and stored as OUT, which may be wider.
+    `own_tiles` row tiles. A scale is absent (0), one element (1, 3), or one per row or column (2). A matmul is rounded
+    to ROUNDED, multiplied by FACTOR, and stored as OUT, which may be wider.
     """
     tiles_q = tl.cdiv(inner, BM)
     tiles_m = outer * tiles_q
@@ -467,6 +467,8 @@ def gemm_kernel(
                     if EARLY:
                         in_block = q + tl.arange(0, BM)
                         of_rows = tl.load(a_scale0 + block * inner + in_block, mask=in_block < inner, other=0.0)
+                        if B_SCALE == 1:
+                            of_rows = of_rows * tl.load(b_scale0)
                     if B_SCALE == 2:
                         cols = col + tl.arange(0, BN)
                         prefetch(b_scale0 + cols, cols < n)
@@ -510,7 +512,7 @@ def gemm_kernel(
             if not BIAS:
                 bias = None
             if EARLY:
-                acc = acc * of_rows[:, None]
+                acc = acc * of_rows[:, None]  # of B's one element, too
             acc = scale_and_bias(
                 acc, a_scale, rows, in_block < inner, b_scale, bias, cols, cols < n, 0 if EARLY else A_SCALE, B_SCALE
             )

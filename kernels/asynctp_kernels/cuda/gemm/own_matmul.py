@@ -7,6 +7,8 @@ rows, and adds the parts up; what it does here is compared first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, Tiles, cublas_i
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, CallArguments, GemmArguments, Matrices
 from asynctp_kernels.cuda.gemm.cublaslt import Matmul, Matmuls, alike_matmuls, free_matmuls
 from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
-from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
+from asynctp_kernels.cuda.gemm.gemm import b_descriptor, b_scale_mode, prepare_gemm, scale_mode
 from asynctp_kernels.cuda.runtime import driver as gpu
 from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense, describe, grid
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -48,7 +50,7 @@ class WholeGemm:
             words=self.unused, done_ptr=self.unused, outer=1, inner=q, k=(k,), n=widths, rank=0, world=chunks,
             chunk_size=row_tiles, own_tiles=row_tiles, value=0,
         )  # fmt: skip
-        modes = (scale_mode(a_scale), scale_mode(b_scales[0] if b_scales else None))
+        modes = (scale_mode(a_scale), b_scale_mode(b_scales, bs))
         self.launch = prepare_gemm(
             args.listed(self.unused.view(torch.float32)), programs, 1, tiles, bs, bias, modes, out_dtype,
             gathers=True, async_input=True, factor=factor,
@@ -122,23 +124,38 @@ def _kernel(call: Matrices, factor: float, fast: bool) -> FewRows | WholeGemm:
 def _is_alike(i: int, made: Matmul, call: Matrices, fast: bool) -> bool:
     """Whether a matmul of cuBLASLt has the bits of our kernel, of just these sizes.
 
-    An algorithm that does not cut K has one order for all elements, which no number changes. Another order than ours
-    rounds one of some hundreds of random sums otherwise. Sums of small whole numbers are exact: with `_TELLING` scales
-    they tell whether these are one factor, as they are in ours.
+    An algorithm that does not cut K has one order for all elements, which no number changes. Sums whose terms cancel
+    are nothing but what was rounded on the way: another order gives most of them another value, however short they
+    are. Random sums tell how a bias is added. Sums of small whole numbers are exact: with `_TELLING` scales they tell
+    whether these are one factor, as they are in ours.
     """
     a, bs, outs, _, b_scales, biases = call
+    half = a.shape[1] // 2
     random = torch.Generator(a.device).manual_seed(_SEED)
 
-    def like(tensor: Tensor, whole: bool) -> Tensor:
-        filled = torch.empty(tensor.shape, dtype=torch.bfloat16, device=a.device)
-        _ = filled.random_(-2, 3, generator=random) if whole else filled.normal_(generator=random)
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=a.device).copy_(filled)
+    def filled(sizes: Sequence[int], by: str) -> Tensor:
+        numbers = torch.empty(tuple(sizes), dtype=torch.bfloat16, device=a.device)
+        return numbers.random_(-2, 3, generator=random) if by == "whole" else numbers.normal_(generator=random)
 
-    def agree(whole: bool) -> bool:
+    def cancelling(tensor: Tensor, dim: int) -> Tensor:
+        """Numbers for A or B, whose K is `dim`: the products of one half of K are those of the other, negative in B."""
+        sizes = [half if each == dim else size for each, size in enumerate(tensor.shape)]
+        numbers = filled(sizes, "random").mul_(filled(sizes, "whole").mul_(3).exp2_())  # of many magnitudes
+        made = torch.empty(tensor.shape, dtype=numbers.dtype, device=a.device)
+        made.index_copy_(dim, order[:half], numbers)
+        return made.index_copy_(dim, order[half:], numbers if dim else numbers.neg_())
+
+    def like(tensor: Tensor, numbers: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=a.device).copy_(numbers)
+
+    def agree(by: str) -> bool:
         ours, theirs = (torch.empty_like(outs[i]) for _ in range(2))
-        like_a, like_b = like(a, whole), [like(bs[i], whole)]
+        cancels = by == "cancelling"  # beside a bias, such a sum is nothing
+        of_both = ((a, 1), (bs[i], 0))
+        numbers = [cancelling(*each) if cancels else filled(each[0].shape, by) for each in of_both]
+        like_a, like_b = like(a, numbers[0]), [like(bs[i], numbers[1])]
         of_a, of_b = (torch.full((1,), scale, device=a.device) for scale in _TELLING)
-        bias = [None if each is None else like(each, whole) for each in biases[i : i + 1]]
+        bias = [None if own is None else like(own, filled(own.shape, by) * (not cancels)) for own in biases[i : i + 1]]
         scales: tuple[Tensor | None, list[Tensor]] = (of_a, [of_b]) if b_scales else (None, [])
         stream = driver.current_stream(a.device.index)
         matrices = Matrices(like_a, like_b, [ours], *scales, bias)
@@ -147,4 +164,5 @@ def _is_alike(i: int, made: Matmul, call: Matrices, fast: bool) -> bool:
         return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
     with gpu.relaxed_captures():
-        return agree(False) and (not b_scales or agree(True))
+        order = torch.randperm(2 * half, generator=random, device=a.device)
+        return all(agree(by) for by in ("cancelling", "random", "whole")[: 2 + bool(b_scales)])

@@ -336,6 +336,8 @@ def multiply_tiles(
             else:
                 rows = (p * world + peer) * inner + in_block
             of_rows = gl.load(a_scale + rows, mask=in_block < inner, other=0.0)[:, None]
+            if B_SCALE == 1:
+                of_rows = of_rows * gl.load(pick(number, b_scales, COUNT))
         # parts of the columns, so that few numbers beside the sums need registers
         parts = acc.reshape((BM, PARTS, PART)).permute((0, 2, 1)).split()
         for i in gl.static_range(PARTS):
@@ -343,7 +345,7 @@ def multiply_tiles(
             cols = (tile_n - first) * BN + i * PART + gl.arange(0, PART, gl.SliceLayout(0, PART_LAYOUT))
             if A_SCALE > 0:
                 part = part * of_rows
-            if B_SCALE == 1 and A_SCALE != 1:
+            if B_SCALE == 3:
                 part = part * gl.load(pick(number, b_scales, COUNT))
             if B_SCALE == 2:
                 part = part * gl.load(pick(number, b_scales, COUNT) + cols, mask=cols < n, other=0.0)[None, :]

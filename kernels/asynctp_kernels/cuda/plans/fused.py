@@ -33,7 +33,7 @@ from asynctp_kernels.cuda.choose.tiles import Tiles, cut, cut_own, shares_for
 from asynctp_kernels.cuda.choose.wire import PULL, PUSH
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, CallArguments, GemmArguments
-from asynctp_kernels.cuda.gemm.gemm import b_descriptor, prepare_gemm, scale_mode
+from asynctp_kernels.cuda.gemm.gemm import b_descriptor, b_scale_mode, prepare_gemm, scale_mode
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_word
@@ -99,7 +99,7 @@ class FusedGather(GatherPlan):
         ]
         bias = call.biases[0]
         a_mode = 2 if call.gather_a_scale else scale_mode(call.a_scale)
-        b_mode = scale_mode(call.b_scales[0] if call.b_scales else None)
+        b_mode = b_scale_mode(call.b_scales, call.bs)
         tile_count = _tile_count(self.outer * memory.world, inner, self.widths, tiles)
         programs = grid(tile_count, programs)
         shares = _shares(tile_count, programs, memory.world)
@@ -204,9 +204,9 @@ class FusedScatter(PushedScatter):
             outer=self.outer, inner=inner, k=depths, n=(n,), rank=memory.rank, world=world,
             chunk_size=self.chunks.tiles, own_tiles=self.own.tiles, value=1,
         )  # fmt: skip
-        modes = [scale_mode(scales[0] if scales else None) for scales in (call.a_scales, call.b_scales)]
+        modes = (scale_mode(call.a_scales[0] if call.a_scales else None), b_scale_mode(call.b_scales, call.b_parts))
         self.launch = prepare_gemm(
-            args.listed(memory.dummy), programs, shares, tiles, call.b_parts, bias, (modes[0], modes[1]),
+            args.listed(memory.dummy), programs, shares, tiles, call.b_parts, bias, modes,
             self.wire_dtype, gathers=False, rounded=call.matmul_dtype,
             factor=call.gemm_factor or 1.0,
         )  # fmt: skip
