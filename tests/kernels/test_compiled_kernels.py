@@ -25,8 +25,7 @@ pytest.importorskip("triton")
 
 from asynctp_kernels.cuda.choose.tiles import Tiles, pingpong, tiles_for
 from asynctp_kernels.cuda.choose.wire import EXTREME_DTYPES, Wire
-from asynctp_kernels.cuda.gemm import gemm_kernels
-from asynctp_kernels.cuda.gemm.arguments import place
+from asynctp_kernels.cuda.gemm import arguments, gemm_kernels
 from asynctp_kernels.cuda.plans import collectives, decomposed, direct, fused, gather_transports
 from asynctp_kernels.cuda.runtime import driver
 from asynctp_kernels.cuda.runtime.launch import (
@@ -292,7 +291,7 @@ def test_async_input_gemm(ns: tuple[int, ...], k_major: bool, tmp_path: Path) ->
     """Every load of A waits, the first chunk's too; words are the caller's, and are only read."""
     prepared = async_input_gemm(24576, ns, k_major)
     gemm = compiled(prepared, tmp_path)
-    tiles = tiles_for(torch.bfloat16, False, 24576, sum(ns), prepared.args[place("k0")], SMS)
+    tiles = tiles_for(torch.bfloat16, False, 24576, sum(ns), prepared.args[arguments._PLACES["k0"]], SMS)
     check_products(gemm, Variant({}, tiles))
     check_resources(gemm, Variant({}, tiles))
     check_plain(gemm, 0)
