@@ -391,8 +391,8 @@ def found(session: str, spoil: Spoil) -> str:
 
 #: for every line a session that goes wrong without it
 NEEDED = {
-    "moves.wait_for: wait_event(stream, bulk.done)": "bulk",
-    "moves.wait_for: record_stream(bulk.source)": "in flight, waited for elsewhere",
+    "moves.wait_for: wait_event(stream, done)": "bulk",
+    "moves.wait_for: record_stream(source)": "in flight, waited for elsewhere",
     "collectives.CopiedGather.enqueue: wait_event(stream, self.memory.reduced)": "whole gather of numbers",
     "collectives.BulkScatter.enqueue: record_event(memory.running, stream)": "graphs beside flights",
     "collectives.BulkScatter.enqueue: wait_event(stream, memory.reduced)": "bulk",
