@@ -95,7 +95,7 @@ def schedule(
             _move_after([gather.node], op)
     flying = _in_flight([*moves.staying, *((collective, None) for collective, *_ in moves.beside)], segment)
     _run_beside(flying, flops, segment)
-    _wait_with_sources(segment)
+    wait_with_sources(segment)
     ordered = _order_in_flight(graph, flying, flops)
     if communications(graph.nodes) != planned:
         raise RuntimeError(f"the order of communication is not as planned: {', '.join(node.name for node in planned)}")
@@ -266,7 +266,7 @@ def _move_after(starts: Iterable[fx.Node], last: fx.Node) -> None:
 
 # --- collectives in flight ------------------------------------------------------------------------------------
 _MOST_BESIDE = 4
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_WAIT, _OWN_WAIT = torch.ops._c10d_functional.wait_tensor.default, torch.ops.asynctp.wait.default
 
 
 def _in_flight(alone: Iterable[Alone], nodes: Container[fx.Node]) -> list[Alone]:
@@ -314,7 +314,7 @@ def _is_a_call(node: fx.Node) -> bool:
     return communicates(node) or inductor_order.is_called(node.target)
 
 
-def _wait_with_sources(segment: Mapping[fx.Node, int]) -> None:
+def wait_with_sources(segment: Mapping[fx.Node, int]) -> None:
     """Let each wait read what its collective reads: Inductor leaves that alone for so long, and no copy is needed.
 
     Not where something is mutated in between: it could be that.
@@ -323,8 +323,9 @@ def _wait_with_sources(segment: Mapping[fx.Node, int]) -> None:
         waits = [user for user in start.users if user in segment]
         if waits and all(wait.target is _WAIT and segment[wait] == segment[start] for wait in waits):
             start.kwargs = {**start.kwargs, "copy": False}
+            inductor_order.lower_wait(_OWN_WAIT)
             for wait in waits:
-                wait.target, wait.args, wait.kwargs = torch.ops.asynctp.wait.default, (start, start.args[0]), {}
+                wait.target, wait.args, wait.kwargs = _OWN_WAIT, (start, start.args[0]), {}
                 wait.meta.pop("eager_input_vals", None)
 
 

@@ -241,6 +241,32 @@ def _lower_as(kernel: Any, op: torch._ops.OpOverload) -> bool:
     return True
 
 
+def lower_wait(op: torch._ops.OpOverload) -> None:
+    """Have Inductor's calls of `op(result, source)` read what the call that gave `result` reads, in place of `source`.
+
+    That may be a copy of `source` in a layout that a call can read, which Inductor makes anew for each call.
+    """
+    from torch._inductor import ir, lowering
+
+    def lowered(result: Any, source: Any) -> Any:
+        call = result
+        while isinstance(call, ir.TensorBox | ir.StorageBox):
+            call = call.data
+        while isinstance(call, ir.MultiOutput):
+            call = call.inputs[0]
+        assert isinstance(call, ir.ExternKernel), f"a wait for what no call gave: {call}"
+        read: Any = call.inputs[0]
+        read = ir.TensorBox(read) if isinstance(read, ir.BaseView) else ir.TensorBox.create(read)
+        return ir.TensorBox.create(ir.FallbackKernel.create(op, result, read))
+
+    if op not in _lowered:
+        make_fallback: Any = lowering.make_fallback
+        make_fallback(op, warn=False, override_decomp=True)
+        lowered._is_fallback_handler = True  # type: ignore[attr-defined]
+        lowering.register_lowering(op, type_promotion_kind=None)(lowered)
+        _lowered.add(op)
+
+
 def stored_op() -> Any:
     """`op(tensor, strides)`: Inductor stores the tensor; elsewhere it gives the tensor, if it has these strides."""
     from torch._inductor.inductor_prims import force_stride_order

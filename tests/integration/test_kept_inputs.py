@@ -15,7 +15,9 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 
-from asynctp_passes.ops import collectives  # noqa: F401  (collectives registers its ops)
+from asynctp_passes.ir.traversal import segments
+from asynctp_passes.rewriting.emit_alone import OWN_OPS
+from asynctp_passes.rewriting.ordering import wait_with_sources
 from asynctp_passes.torch_private import inductor_order
 
 WORLD, NAME = 2, "0"
@@ -67,11 +69,20 @@ def start_behind(x: Tensor) -> tuple[Tensor, ...]:
     return wait(gather(y, WORLD, NAME)), product
 
 
+def copied_first(x: Tensor) -> tuple[Tensor, ...]:
+    """Inductor copies a view of another dtype, or of parts that overlap, for each call that reads it."""
+    y = x * 3
+    full, parts = gather(y.view(torch.int32), WORLD, NAME), gather(y.view(-1).unfold(0, 512, 256), WORLD, NAME)
+    product = (y + 1) @ x
+    return wait(full), wait(parts), product
+
+
 PROGRAMS: tuple[Callable[[Tensor], object], ...] = (
     beside,
     written_between,
     view_written_between,
     argument_written_between,
+    copied_first,
     start_behind,
 )
 
@@ -83,12 +94,10 @@ class AsRewritten(CustomGraphPass):
         self.start_behind = start_behind
 
     def __call__(self, graph: fx.Graph) -> None:
-        for start in [node for node in graph.nodes if str(node.target).startswith("asynctp.")]:
-            start.kwargs = {"copy": False}
+        wait_with_sources(segments(graph))
+        for start in [node for node in graph.nodes if node.target in OWN_OPS.values()]:
             start.meta.pop("eager_input_vals", None)
-            for end in list(start.users):
-                end.target, end.args = torch.ops.asynctp.wait.default, (start, start.args[0])
-                end.meta.pop("eager_input_vals", None)
+            (end,) = start.users
             if self.start_behind:
                 (product,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
                 product.append(end)

@@ -84,6 +84,15 @@ def test_a_matmul_is_described_as_it_lies(kind: str, library: CublasLt) -> None:
     assert torch.equal(call.outs[0], wanted(call))
 
 
+def test_one_row_may_have_a_scale_without_dimensions(library: CublasLt) -> None:
+    call = operands(1, 32, 16, FP8, by_rows=True)
+    call = call._replace(a_scale=call.a_scale.reshape(()))  # type: ignore[union-attr]
+    made = free_matmuls(call, True)
+    assert made is not None
+    made(STREAM, call)
+    assert torch.equal(call.outs[0], wanted(call))
+
+
 def test_nothing_that_cuts_k_or_needs_memory_is_taken(library: CublasLt) -> None:
     """cuBLASLt is asked for none such, and what it gives is looked at."""
     library.able = lambda workspace, schemes: [CUTS, Algorithm(2, workspace=4), Algorithm(3, scheme=1), Algorithm(4)]

@@ -272,7 +272,7 @@ def kinds(call: Matrices, fast: bool) -> list[Kind]:
     scales = [scale for scale in (a_scale, *b_scales) if scale is not None]
     counts, of_rows = [scale.numel() for scale in scales], [a.shape[0], *(b.shape[1] for b in bs)]
     by_rows = any(count != 1 for count in counts)
-    if by_rows and (counts != of_rows or scales[0].shape[-1] != 1):
+    if by_rows and (counts != of_rows or scales[0].shape[-1:].numel() != 1):
         raise Refused("scales of rows of one operand alone, or of blocks")
     if bool(scales) != (a.itemsize == 1):
         raise Refused("fp8 without scales, or scales of another dtype")
