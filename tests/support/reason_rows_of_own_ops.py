@@ -173,7 +173,7 @@ def own_op_of_gathered_keys(b: GraphBuilder) -> Node:
     return times(b, made)
 
 
-@row("NO_MATMUL", "used by own_like.embed")
+@row("NOT_ROWWISE", "[embed -> mm; own_like.embed.default returns other rows than it takes")
 def own_op_of_other_rows_and_columns(b: GraphBuilder) -> Node:
     made = called(b, own.embed, b.input("ids", [6], torch.int64), gathered(b), shape=(6, 12))
     return times(b, made)
