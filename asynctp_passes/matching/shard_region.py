@@ -425,7 +425,7 @@ def _by_several(region: ShardRegion, node: fx.Node) -> Refusal:
     reduced = _reduced(region, node) if near_miss.reduces(node) else None
     if isinstance(reduced, tuple) and reduced[1] in reduced[0]:
         return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
-    return Refusal(reasons.COMPUTED_BETWEEN, "not an operation that returns one tensor")
+    return Refusal(reasons.COMPUTED_BETWEEN, f"not an operation that returns one tensor{near_miss.unknown([node])}")
 
 
 def _by_rows(region: ShardRegion, node: fx.Node) -> _Found:
