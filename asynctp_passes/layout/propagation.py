@@ -9,6 +9,7 @@ other op. A new view is a row of `op_traits`. A new way of rearranging is a memb
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from asynctp_passes import reasons
 from asynctp_passes.ir.matmuls import added_matrix
 from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, traits_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.sizes import Size, Sizes, canonical, product, same
+from asynctp_passes.ir.sizes import Size, Sizes, canonical, is_within, product, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap, concatenate
 from asynctp_passes.ops.checks import WIDENED
@@ -642,7 +643,8 @@ def _padded(call: _Call) -> Result:
         own = call.sizes.of(before)
         if len(own) == len(after) and all(map(same, own, after)):  # a number of rows that a guard says to be even
             return call.source
-        if not all(isinstance(size, int) and size >= 0 for size in pad):  # the gradient of padding
+        if not all(is_within(canonical(size - kept), 0, sys.maxsize) for kept, size in zip(own, after, strict=True)):
+            # the gradient of padding
             return Refusal(reasons.PIECES_MISSING, f"takes {list(after)} of {list(own)}")
     reason = reasons.UNEVEN_SHARDS if pads_at_end(pad) else reasons.VIEW_NOT_UNDERSTOOD
     return Refusal(reason, f"pads by {list(pad)}" + (f", with {value}" if (value := call.values["value"]) else ""))
@@ -651,6 +653,14 @@ def _padded(call: _Call) -> Result:
 def pads_at_end(pad: Sequence[object]) -> bool:
     """True for padding that leaves all that there is in its place: none in front, and none that cuts."""
     return all(not (isinstance(size, int) and (size < 0 or (size > 0 and i % 2 == 0))) for i, size in enumerate(pad))
+
+
+def _reordered(call: _Call) -> Result:
+    """Flips and rolls. Those of a row's elements leave the rows where they are."""
+    before = tensor_of(call.first)
+    if before is not None and before.dim() - 1 in {dim % before.dim() for dim in call.values["dims"]}:
+        return Refusal(reasons.NOT_ROWWISE, "reorders elements of rows")
+    return Refusal(reasons.PIECES_REORDERED, "")
 
 
 def _refuse(reason: reasons.Reason) -> Callable[[_Call], Result]:
@@ -679,7 +689,7 @@ RULES: dict[View, Callable[[_Call], Result]] = {
     View.PAD: _padded,
     View.WRITE: _written,
     View.OVERWRITE: _overwritten,
-    View.REORDER: _refuse(reasons.PIECES_REORDERED),
+    View.REORDER: _reordered,
     View.REPEAT: _refuse(reasons.PIECES_REPEATED),
     View.OPAQUE: _refuse(reasons.VIEW_NOT_UNDERSTOOD),
 }

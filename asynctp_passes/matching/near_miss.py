@@ -159,7 +159,10 @@ def _is_unknown(node: fx.Node) -> bool:
 
 
 def _sources_of_rows(node: fx.Node, kept: bool = True) -> list[fx.Node]:
-    """The inputs of an op that have as many rows as one of its results; as many columns or elements, if not `kept`."""
+    """The inputs of an op that have as many rows as one of its results.
+
+    Where these need not be `kept`, as many columns or elements do; and if no input has these, all count.
+    """
     results = [value for value in values_of(node) if _rows(value) is not None]
     sources = [(one, value) for one in node.all_input_nodes for value in values_of(one) if _rows(value) is not None]
 
@@ -167,7 +170,8 @@ def _sources_of_rows(node: fx.Node, kept: bool = True) -> list[fx.Node]:
         others = not kept and (identical(value.shape[-1], other.shape[-1]) or identical(value.numel(), other.numel()))
         return others or _same(_rows(value), _rows(other))
 
-    return [source for source, value in sources if any(fits(value, other) for other in results)]
+    found = [source for source, value in sources if any(fits(value, other) for other in results)]
+    return found or [source for source, _ in sources if results and not kept]
 
 
 def _rows(value: Any) -> tuple[Any, ...] | None:

@@ -372,9 +372,11 @@ def _not_pure(node: fx.Node) -> Refusal | None:
         return Refusal(reasons.COMPUTED_BETWEEN, "not a pure operation")
     if is_random(node):
         return Refusal(reasons.RANDOM_BETWEEN, "every rank would draw other numbers")
-    if tensor_of(node) is None:
-        return Refusal(reasons.COMPUTED_BETWEEN, "not an operation that returns one tensor")
     return None
+
+
+def _returns_several(node: fx.Node) -> bool:
+    return tensor_of(node) is None
 
 
 def _casts(node: fx.Node) -> bool:
@@ -418,6 +420,14 @@ def _by_sums(region: ShardRegion, node: fx.Node) -> Refusal:
     return Refusal(reasons.COMPUTED_BETWEEN, "rounds in an order that may depend on the number of rows")
 
 
+def _by_several(region: ShardRegion, node: fx.Node) -> Refusal:
+    """None is a part's: several tensors, as a variance and its mean, or maxima and where they are."""
+    reduced = _reduced(region, node) if near_miss.reduces(node) else None
+    if isinstance(reduced, tuple) and reduced[1] in reduced[0]:
+        return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
+    return Refusal(reasons.COMPUTED_BETWEEN, f"not an operation that returns one tensor{near_miss.unknown([node])}")
+
+
 def _by_rows(region: ShardRegion, node: fx.Node) -> _Found:
     """Each row comes from the same row of the operands, as its registration promises, and a rank has whole rows."""
     members = [operand for operand in node.all_input_nodes if operand in region.members]
@@ -433,6 +443,7 @@ def _by_rows(region: ShardRegion, node: fx.Node) -> _Found:
 
 
 _RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[ShardRegion, fx.Node], _Found]], ...] = (
+    (_returns_several, _by_several),
     (is_pointwise, _by_elements),
     (_casts, _by_elements),
     (_is_extremum, _by_extrema),

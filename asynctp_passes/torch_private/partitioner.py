@@ -129,19 +129,21 @@ def program_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def parameters(graph: fx.Graph, is_backward: bool) -> set[fx.Node]:
-    """The inputs of a graph that torch takes to stay in their place, or their gradients, which a backward returns.
+    """The inputs of a graph that are parameters as far as torch knows, or their gradients, which a backward returns.
 
-    Those are parameters, buffers, and tensors of an optimizer. Empty for a graph that Dynamo did not trace, and for a
-    part of one.
+    Those stay in their place, and want gradients: a buffer wants none, nor does a tensor whose address is marked as
+    static. Empty for a graph that Dynamo did not trace, and for a part of one.
     """
     from torch._guards import TracingContext
 
-    static = getattr(getattr(TracingContext.try_get(), "fw_metadata", None), "static_input_indices", ())
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    static, infos = getattr(metadata, "static_input_indices", ()), getattr(metadata, "input_info", ())
     inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
     nodes = output.args[0] if is_backward else inputs
     if not static or not isinstance(nodes, list | tuple) or not output.meta.get("desc"):
         return set()
-    return {node for number, node in enumerate(nodes) if number in static and isinstance(node, fx.Node)}
+    trained = {number for number in static if number < len(infos) and infos[number].requires_grad}
+    return {node for number, node in enumerate(nodes) if number in trained and isinstance(node, fx.Node)}
 
 
 def program_outputs(graph: fx.Graph) -> dict[int, fx.Node]:

@@ -514,6 +514,22 @@ def positions_gathered_alone() -> nn.Module:
     return Positions()
 
 
+class HiddenStates(nn.Module):
+    """Hidden states in a buffer, as for CUDA graphs: no parameter, though its address stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("hidden", torch.randn(8, 16))
+
+    def forward(self, w: Tensor) -> Tensor:
+        return F.rms_norm(gather(self.hidden), [16]) @ w  # type: ignore[arg-type]
+
+
+@found("ATP105", "vLLM", makes=True, w=[16, 8])
+def hidden_states_in_a_buffer() -> nn.Module:
+    return HiddenStates()
+
+
 @found("ATP203", "Muon", config={"strict": "zero"}, x=[8, 16])
 def step_of_newton_and_schulz(x: Tensor) -> Tensor:
     whole = gather(x)

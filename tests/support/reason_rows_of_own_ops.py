@@ -155,6 +155,14 @@ def own_op_with_a_fake_of_a_gathered_tensor(b: GraphBuilder) -> Node:
     return b.mm(b.call(own.normalize.default, gathered(b)), b.input("w", [8, 12]))
 
 
+@row("COMPUTED_BETWEEN", 'one tensor; nothing is known of own_like.halves.default: register_local("own_like::halves")')
+def own_op_with_two_results_of_a_gathered_tensor(b: GraphBuilder) -> Node:
+    with b.mode:
+        value = torch.empty(16, 8)
+    halves = b.call_like((value, value), own.halves.default, gathered(b))
+    return times(b, b.call(getitem, halves, 0))
+
+
 @row("MATMUL_NOT_UNDERSTOOD", "own_like.finish.default")
 def own_op_of_the_shapes_of_a_matmul(b: GraphBuilder) -> Node:
     return called(b, own.finish, b.input("w", [8, 12]), gathered(b))
@@ -173,7 +181,7 @@ def own_op_of_gathered_keys(b: GraphBuilder) -> Node:
     return times(b, made)
 
 
-@row("NO_MATMUL", "used by own_like.embed")
+@row("NOT_ROWWISE", "[embed -> mm; own_like.embed.default returns other rows than it takes")
 def own_op_of_other_rows_and_columns(b: GraphBuilder) -> Node:
     made = called(b, own.embed, b.input("ids", [6], torch.int64), gathered(b), shape=(6, 12))
     return times(b, made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import add, floordiv, getitem
+from operator import add, floordiv, getitem, mod, neg
 
 import torch
 from graph_builder import GraphBuilder, aten, c10d
@@ -289,6 +289,14 @@ def transformed_after_the_gather(b: GraphBuilder) -> Node:
     return times(b, b.call(aten.select.int, b.call(aten.view_as_real.default, made), -1, 0))
 
 
+@row("NOT_ROWWISE", "aten.avg_pool2d.default may make a row of several")
+def pooled_after_the_gather(b: GraphBuilder) -> Node:
+    """An image of tokens, made smaller: no size stays as it was."""
+    image = b.reshape(b.permute(gathered(b), [1, 0]), [1, 8, 4, 4])
+    pooled = b.call(aten.avg_pool2d.default, image, [2, 2], [2, 2])
+    return times(b, b.permute(b.reshape(pooled, [8, 4]), [1, 0]))
+
+
 @row("NO_MATMUL", "used by aten.histc.default")
 def counted_after_the_gather(b: GraphBuilder) -> Node:
     """A statistic is no rows."""
@@ -304,6 +312,17 @@ def columns_taken_in_another_order_after_the_gather(b: GraphBuilder) -> Node:
 @row("NOT_ROWWISE", "aten.index_select.default index_select: picks elements of rows by number")
 def columns_taken_in_another_order_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.call(aten.index_select.default, product(b), 1, b.input("order", [12], torch.int64)))
+
+
+@row("NOT_ROWWISE", "[flip -> mm; aten.flip.default flip: reorders elements of rows]")
+def columns_flipped_after_the_gather(b: GraphBuilder) -> Node:
+    """The rows stay where they are."""
+    return times(b, b.call(aten.flip.default, gathered(b), [1]))
+
+
+@row("NOT_ROWWISE", "aten.flip.default flip: reorders elements of rows")
+def columns_flipped_before_the_all_reduce(b: GraphBuilder) -> Node:
+    return b.all_reduce(b.call(aten.flip.default, product(b), [-1]))
 
 
 @row("NOT_ROWWISE", "picks elements of rows by number")
@@ -440,6 +459,19 @@ def quantized_by_an_op_of_the_programs_own(b: GraphBuilder) -> Node:
 @row("MIXES_RANKS", "sum")
 def quantized_by_one_sum(b: GraphBuilder) -> Node:
     return quantized(b, lambda x: b.call(aten.sum.default, b.call(aten.abs.default, x)))
+
+
+@row("MIXES_RANKS", "[max -> getitem -> mm; aten.max.dim max_1: reduces over the ranks' rows]")
+def largest_of_all_rows_with_their_places(b: GraphBuilder) -> Node:
+    return times(b, b.call(getitem, b.call(aten.max.dim, gathered(b), 0, True), 0))
+
+
+@row("MIXES_RANKS", "reduces over the ranks' rows")
+def normalized_by_columns_of_all_rows(b: GraphBuilder) -> Node:
+    """As a batch norm does."""
+    whole = gathered(b)
+    mean = b.call(getitem, b.call(aten.var_mean.correction, whole, [0], correction=0, keepdim=True), 1)
+    return times(b, b.call(aten.sub.Tensor, whole, mean))
 
 
 @row("MIXES_RANKS", "amax")
@@ -712,6 +744,15 @@ def padding_of_several_dimensions_sliced_off_after_the_gather(b: GraphBuilder) -
 def padding_before_a_residual_and_the_scatter(b: GraphBuilder) -> Node:
     padded = b.call(aten.constant_pad_nd.default, product(b, rows=15), [0, 0, 0, 1])
     return b.scatter(b.add(padded, b.input("residual", [16, 12])))
+
+
+@row("UNEVEN_SHARDS", "constant_pad_nd")
+def padding_of_any_number_of_rows_before_a_factor_and_the_scatter(b: GraphBuilder) -> Node:
+    """No row is dropped, though it is not known how many are added."""
+    out = b.mm(b.input("a", [15, 8], dynamic=0), b.input("w", [8, 12]))
+    more = b.call(mod, b.call(neg, b.call(aten.sym_size.int, out, 0)), 4)
+    padded = b.call(aten.constant_pad_nd.default, out, [0, 0, 0, more])
+    return b.scatter(b.call(aten.mul.Tensor, padded, 2.0))
 
 
 @row("UNEVEN_SHARDS", "constant_pad_nd pads another dimension than ranks divide")
