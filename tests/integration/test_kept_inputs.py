@@ -128,7 +128,7 @@ def on_ranks(rank: int, world: int) -> None:
         assert calls, codes[-1]
         for place in calls:
             kept = re.findall(r"\bbuf\d+|\barg\d+_\d+", code[place])[1]
-            (end,) = (place for place, line in enumerate(code) if re.search(rf"asynctp\.wait\..*\b{kept}\b", line))
+            end = max(place for place, line in enumerate(code) if re.search(rf"asynctp\.wait\..*\b{kept}\b", line))
             assert not [line for line in code[place:end] if f"del {kept}" in line], codes[-1]
         if program is start_behind:
             made = [line for line in code[: calls[0]] if "cpp_fused" in line and "async_compile" not in line]
