@@ -100,12 +100,13 @@ def run_cases(cases: Iterable[tuple[str, Callable[[], dict[str, Any]]]], seconds
     A case gives what is shown of it. It failed when its `ok` is false, or when it raised.
 
     Returns:
-        The program's exit code.
+        The program's exit code: 1 also if an argument is in no name.
     """
-    failed = 0
+    failed, unmatched = 0, set(sys.argv[1:])
     for name, case in cases:
         if len(sys.argv) > 1 and not any(text in name for text in sys.argv[1:]):
             continue
+        unmatched -= {text for text in unmatched if text in name}
         limit(seconds)
         try:
             result = case()
@@ -115,8 +116,8 @@ def run_cases(cases: Iterable[tuple[str, Callable[[], dict[str, Any]]]], seconds
                 traceback.print_exc()
         failed += not result.get("ok", True)
         show({"case": name, **result})
-    show({"failed": failed})
-    return int(failed > 0)
+    show({"failed": failed, **({"in no case's name": sorted(unmatched)} if unmatched else {})})
+    return int(failed > 0 or bool(unmatched))
 
 
 def end() -> None:
