@@ -21,11 +21,11 @@ from asynctp_passes.ir.nodes import (
     called_name,
     describe,
     module_of,
-    op_name,
     source_of,
     traits_of,
     value_of,
 )
+from asynctp_passes.ir.op_traits import Reduction, View
 from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term
@@ -108,7 +108,7 @@ def _rows_alone(graph: fx.Graph, config: Config) -> list[Note]:
     """The note on matmuls of one row that Inductor decomposed, `(a[:, :, None] * b[None]).sum(1)`."""
     if config.invariant == "off" or not inductor_options.is_on("coordinate_descent_tuning"):
         return []
-    sums = [node for node in graph.nodes if op_name(node) == "aten.sum.dim_IntList"]
+    sums = [node for node in graph.nodes if traits_of(node).reduces is Reduction.SUM]
     products = {node: arguments(node)["self"] for node in sums}
     names = [node.name for node, product in products.items() if _is_outer(product)]
     return [Note("torch", f"{', '.join(names)}: {_ROWS_ALONE}")] if names else []
@@ -117,11 +117,12 @@ def _rows_alone(graph: fx.Graph, config: Config) -> list[Note]:
 def _is_outer(product: fx.Node) -> bool:
     """Whether a node multiplies matrices of which each is repeated along a dimension of its own."""
     sources = product.all_input_nodes
-    return (
-        traits_of(product).multiplies > 0
-        and len(sources) == 2
-        and all(op_name(source) == "aten.unsqueeze.default" for source in sources)
-    )
+    return traits_of(product).multiplies > 0 and len(sources) == 2 and all(map(_adds_a_dimension, sources))
+
+
+def _adds_a_dimension(node: fx.Node) -> bool:
+    shaped = traits_of(node).view is View.RESHAPE
+    return shaped and value_of(node).ndim == value_of(node.all_input_nodes[0]).ndim + 1
 
 
 def _own_parts(plan: Plan) -> list[Note]:

@@ -353,11 +353,12 @@ def _extreme_call(
         left[:, 0], right[0] = one, other
     given = {"scatter_dim": 0, "group": dist.group.WORLD, **options}
     scales = [[torch.tensor(scale)] * len(a) for scale in given.pop("scales", ())]
+    given |= dict(zip(("a_scales", "b_scales"), scales, strict=False))
     if "bias" in given:
         given["biases"] = torch.full((24,), given.pop("bias"), dtype=dtype)
     if "added" in given:
         given["added"] = torch.full((40, 24), given["added"], dtype=dtype)
-    return ("scaled_" if scales else "") + "matmul_reduce_scatter", (a, b, *scales), given
+    return "matmul_reduce_scatter", (a, b), given
 
 
 #: dtype, the one number of A and of B for each product, and what else a call has

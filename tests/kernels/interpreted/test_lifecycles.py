@@ -327,7 +327,7 @@ def _unlike(rank: int, world: int, folder: str) -> dict[str, Any]:
         if tables:
             path = Path(folder, f"{name}{rank}.json")
             os.environ[select.TABLE_VARIABLE] = str(path)
-            enroll.tables.write(path, {"Triton's interpreter": key, "a GPU": key})
+            path.write_text(enroll.tables.as_text({"Triton's interpreter": key, "a GPU": key}))
         select.refresh()
         outcome(name)
     return found
