@@ -40,7 +40,7 @@ class Cut:
 
 
 def cut_dimension(node: fx.Node, ranks: int, sizes: Sizes) -> int | None:
-    """The dimension of which a slice, or padding by fewer than none, keeps all but a few last indices; else None."""
+    """The dimension whose last few indices a slice, or negative padding, cuts off; None if there is none."""
     traits, axis = traits_of(node), None
     before = tensor_of(node.args[0]) if traits.takes_range or traits.view is View.PAD else None
     if before is None:

@@ -75,7 +75,7 @@ def _computes_with_rows(way: Sequence[fx.Node]) -> bool:
 
 
 def _given(node: fx.Node) -> fx.Node | None:
-    """The input of the graph of which a node is a view, in whatever dtype: where rows are picked, a table."""
+    """The graph input that a node is a view of, or picks rows of, in any dtype; None if there is none."""
     while node.op != "placeholder":
         source = first_tensor(node)
         if source is None or not is_view(node):

@@ -115,7 +115,7 @@ def _rows_alone(graph: fx.Graph, config: Config) -> list[Note]:
 
 
 def _is_outer(product: fx.Node) -> bool:
-    """Whether a node multiplies matrices of which each is repeated along a dimension of its own."""
+    """Whether a node multiplies two matrices, each broadcast along a dimension that only the other has."""
     sources = product.all_input_nodes
     return traits_of(product).multiplies > 0 and len(sources) == 2 and all(map(_adds_a_dimension, sources))
 

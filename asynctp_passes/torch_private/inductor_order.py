@@ -232,13 +232,19 @@ def _lower_as(kernel: Any, op: torch._ops.OpOverload) -> bool:
         made = create if is_marked(_IN_ORDER) else ir.FallbackKernel.create
         return pytree.tree_map(tensor, made(op, *args, **kwargs))
 
-    constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
+    _register(op, lowered, lowering.tag_to_layout_constraint(get_layout_constraint_tag(op)))
+    return True
+
+
+def _register(op: torch._ops.OpOverload, lowered: Any, constraint: Any = None) -> None:
+    """Have Inductor lower an op by a function, where torch has no way of its own. constraint: Of operands' layouts."""
+    from torch._inductor import lowering
+
     make_fallback: Any = lowering.make_fallback
     make_fallback(op, layout_constraint=constraint, warn=False, override_decomp=True)
-    lowered._is_fallback_handler = True  # type: ignore[attr-defined]
+    lowered._is_fallback_handler = True
     lowering.register_lowering(op, type_promotion_kind=None)(lowered)
     _lowered.add(op)
-    return True
 
 
 def lower_wait(op: torch._ops.OpOverload) -> None:
@@ -246,7 +252,7 @@ def lower_wait(op: torch._ops.OpOverload) -> None:
 
     That may be a copy of `source` in a layout that a call can read, which Inductor makes anew for each call.
     """
-    from torch._inductor import ir, lowering
+    from torch._inductor import ir
 
     def lowered(result: Any, source: Any) -> Any:
         call = result
@@ -260,11 +266,7 @@ def lower_wait(op: torch._ops.OpOverload) -> None:
         return ir.TensorBox.create(ir.FallbackKernel.create(op, result, read))
 
     if op not in _lowered:
-        make_fallback: Any = lowering.make_fallback
-        make_fallback(op, warn=False, override_decomp=True)
-        lowered._is_fallback_handler = True  # type: ignore[attr-defined]
-        lowering.register_lowering(op, type_promotion_kind=None)(lowered)
-        _lowered.add(op)
+        _register(op, lowered)
 
 
 def stored_op() -> Any:

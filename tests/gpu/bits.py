@@ -51,8 +51,8 @@ if IS_INTERPRETED:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Matmuls. k, ns: sizes, of which a sum takes the first N. scales: "", "tensor", "row", or "row-one", of which
-    B has one. travels: of a gather.
+    """Matmuls. k, ns: sizes; a sum takes the first N. scales: "", "tensor", "row", or "row-one": one for each row of
+    A, and one number for B. travels: A's scales are gathered too.
 
     several: matmuls of a sum. k_major: K is contiguous in B. added: another term. factors, sum_dtype: as of the ops.
     """

@@ -217,7 +217,7 @@ def test_the_first_algorithm_that_is_alike_is_taken(kind: dict[str, Any], librar
 @pytest.mark.usefixtures("ours")
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"dtype": torch.float16, "out": torch.float16}], ids=str)
 def test_a_short_sum_in_another_order_is_other_bits(options: dict[str, Any], library: CublasLt) -> None:
-    """Of random numbers it rounds none of a thousand elements otherwise."""
+    """Random numbers do not tell: none of a thousand sums is rounded to another value."""
     library.able = lambda workspace, schemes: [Algorithm(1, rounds=True), Algorithm(2)]
     made = compared(operands(136, 32, 8, **options))
     assert made is not None

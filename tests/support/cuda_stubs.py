@@ -687,8 +687,8 @@ def gather_call(
     kept: bool = False,
     world: int = 4,
 ) -> GatherFacts:
-    """A gather of `shard` (without K) along `dim`. scales: "", "tensor", "row", or "row-one", of which B has
-    one. `travels`: A's are gathered too.
+    """A gather of `shard` (without K) along `dim`. scales: "", "tensor", "row", or "row-one": one for each row of
+    A, and one number for B. `travels`: A's are gathered too.
 
     `along`: numbers travel that are only returned. `kept`: every rank returns the gathered A.
     """

@@ -1,4 +1,4 @@
-"""What Dynamo does after each compile to measure itself, and to free memory of a long run: a twentieth of the time."""
+"""Switches off what Dynamo does after each compile: it times guards and collects garbage, a twentieth of all time."""
 
 from __future__ import annotations
 
