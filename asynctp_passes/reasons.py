@@ -310,7 +310,7 @@ UNEVEN_SHARDS = _miss(
     "that come last before a reduce-scatter",
     "cut the padding off the matmul's result. Give a contraction a size that the ranks divide",
     "pad the matmul's result by rows of zeros at its end, after all that is added to it. Then reduce-scatter its rows. "
-    "Pad another dimension, and add a bias, after the collective",
+    "Pad another dimension after the collective",
 )
 MATMUL_NOT_UNDERSTOOD = _miss(
     "ATP115",
