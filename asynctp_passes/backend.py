@@ -158,7 +158,8 @@ class _OwnPass:
             "" if process_groups.uses_gpus() else ",".join(str(process_groups.rank_in_group(name)) for name in mesh)
         )
         versions = (sources_digest(), str(torch.__version__), f"calls {call_sites.VERSION}")
-        parts = (*versions, self.config.digest(), registry.digest(), runs, groups, places, drawn)
+        frozen = ",".join(map(str, sorted(partitioner.frozen())))  # which a graph without gradients does not say
+        parts = (*versions, self.config.digest(), registry.digest(), runs, groups, places, drawn, frozen)
         return "-".join(parts).encode()
 
 
@@ -357,6 +358,8 @@ def compile_graph(
             from asynctp_passes.reporting import graph_page
 
             ours.names = graph_page.Names.of(gm)
+    with contained("note which parameters are frozen"):
+        partitioner.note_frozen(dynamo.frozen_parameters(gm))
     patches = with_passes(patches, ours)
     found = list[Report]()
     given: dict[int, torch.Tensor] = {}

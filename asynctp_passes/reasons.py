@@ -310,7 +310,7 @@ UNEVEN_SHARDS = _miss(
     "that come last before a reduce-scatter",
     "cut the padding off the matmul's result. Give a contraction a size that the ranks divide",
     "pad the matmul's result by rows of zeros at its end, after all that is added to it. Then reduce-scatter its rows. "
-    "Pad another dimension, and add a bias, after the collective",
+    "Pad another dimension after the collective",
 )
 MATMUL_NOT_UNDERSTOOD = _miss(
     "ATP115",
@@ -391,7 +391,8 @@ MUTATED_IN_BETWEEN = _miss(
 ADDMM_SCALED = _miss(
     "ATP205",
     "ADDMM_SCALED",
-    "addmm has alpha or beta different from 1, or a bias that is neither one row nor as large as the result",
+    "the matmul has alpha or beta different from 1, or a bias that is not one row. Only that of addmm may also be as "
+    "large as the result",
     "scale the weight, the bias or the result itself. Pass the bias as a vector of the output width, or add it to the "
     "matmul's result",
     serves_others=True,

@@ -472,7 +472,7 @@ class ScatterChain(_Chain):
         if self.own_part is not None:
             known += [self.own_part.shape, *_known(self.own_part.ends, sizes)]
         if self.padding is not None:
-            known += [self.padding.before, self.padding.after, (self.padding.more,)]
+            known += [self.padding.before, self.padding.after, (self.padding.more, self.padding.real_rows)]
         if self.placement is not None:
             return _placed(self.placement, [self.placement.out], known)
         rows = None if self.sent.is_reshape else self.sent.of_rows(known[1][-1])

@@ -104,8 +104,6 @@ def _scatter_chain(
             return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{padding.nodes[0].name} pads a rearranged or cut product")
         if any(one.scaled is not None and one.scaled.of_a.rows > 1 for one in alike):
             return Refusal(reasons.SCALES_BLOCKWISE, f"{padding.nodes[0].name} pads what has scales of 128 rows")
-        if (biased := next((one for one in alike if one.bias is not None), None)) is not None:
-            return Refusal(reasons.UNEVEN_SHARDS, f"{biased.node.name} would add its bias to the padding, too")
         index_map, rows = padding.way, padding.rows
     placement = _placement(context, scatter, index_map, rows, columns)
     if isinstance(placement, Refusal):
@@ -114,8 +112,6 @@ def _scatter_chain(
         return Refusal(reasons.UNEVEN_SHARDS, f"{padding.nodes[0].name} pads another dimension than ranks divide")
     terms = propagation.terms[end]
     summed = tuple(replace(matmul, factor=terms.counts[matmul.node]) for matmul in alike)
-    if padding is not None and min([terms.factor, *(one.factor for one in summed)]) < 0:
-        return Refusal(reasons.UNEVEN_SHARDS, f"zeros of {padding.nodes[0].name} would be negative, as its factor is")
     own = {matmul.node for matmul in alike}
     inside = {
         node for node in nodes if node in propagation.terms and not own.isdisjoint(propagation.terms[node].counts)

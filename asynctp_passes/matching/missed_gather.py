@@ -93,13 +93,25 @@ class _Miss:
 
 
 def _named(gather: Collective, region: ShardRegion, miss: _Miss) -> _Miss:
-    """A miss for want of pieces that were only padding, behind all ranks' pieces, is one for uneven shards."""
+    """A miss for want of pieces that were only padding, behind all ranks' pieces, is one for uneven shards.
+
+    Not where other elements are dropped, too: without the padding these would still be missing.
+    """
     maps, sizes = region.context.propagation_of(gather).maps, region.context.sizes
-    cuts = (node for node in miss.nodes if node.args and node.args[0] in maps)
+    cuts = [node for node in miss.nodes if node.args and node.args[0] in maps]
     cut = next((node for node in cuts if _cuts_last_shard(node, gather, maps[node.args[0]], sizes)), None)  # type: ignore
-    if cut is None or miss.refusal.reason is not reasons.PIECES_MISSING:
+    is_all = cut is None or not any(node is not cut and _drops(node, sizes) for node in miss.nodes)
+    if cut is None or not is_all or miss.refusal.reason is not reasons.PIECES_MISSING:
         return miss
     return replace(miss, refusal=Refusal(reasons.UNEVEN_SHARDS, f"{op_name(cut)} {cut.name}: {miss.refusal.facts}"))
+
+
+def _drops(node: fx.Node, sizes: Sizes) -> bool:
+    """True for a view of some elements of a tensor."""
+    before, after = tensor_of(node.args[0]) if node.args else None, tensor_of(node)
+    if not is_view(node) or before is None or after is None:
+        return False
+    return not same(product(sizes.of(before)), product(sizes.of(after)))
 
 
 def _cuts_last_shard(node: fx.Node, gather: Collective, whole: IndexMap, sizes: Sizes) -> bool:

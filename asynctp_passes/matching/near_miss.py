@@ -106,7 +106,9 @@ def takers_of(node: fx.Node) -> Iterable[fx.Node]:
 
 def sources_of(node: fx.Node) -> Iterable[fx.Node]:
     """The inputs of whose rows a node's are made, by ops of any kind."""
-    return [one for one in node.all_input_nodes if carries(node, one)] if _passes(node) or is_other(node) else ()
+    if is_other(node):
+        return [one for one in _sources_of_rows(node, kept=False) if carries(node, one)]
+    return [one for one in node.all_input_nodes if carries(node, one)] if _passes(node) else ()
 
 
 def carries(user: fx.Node, source: fx.Node) -> bool:
@@ -115,7 +117,7 @@ def carries(user: fx.Node, source: fx.Node) -> bool:
     if looks_up(user, source) or (values and all(value.dtype == torch.bool for value in values)):
         return False
     if is_other(user):
-        return source in _sources_of_rows(user, kept=False)
+        return source in _sources_of_rows(user, kept=False, used_later=True)
     return _follows_rows(user, source) and not _is_beside(user, source)
 
 
@@ -158,12 +160,14 @@ def _is_unknown(node: fx.Node) -> bool:
     return can_promise(name) and promise_of(name) is None and not normalizes(name)
 
 
-def _sources_of_rows(node: fx.Node, kept: bool = True) -> list[fx.Node]:
+def _sources_of_rows(node: fx.Node, kept: bool = True, used_later: bool = False) -> list[fx.Node]:
     """The inputs of an op that have as many rows as one of its results.
 
-    Where these need not be `kept`, as many columns or elements do; and if no input has these, all count.
+    Where these need not be `kept`, as many columns or elements do; and if no input has these, all count. Of an unknown
+    op a vector and whole numbers count, too, where results are `used_later`: how they are used decides.
     """
-    results = [value for value in values_of(node) if _rows(value) is not None]
+    any_counts = used_later and _is_unknown(node)
+    results = [value for value in values_of(node) if _rows(value) is not None or (any_counts and value.dim() > 0)]
     sources = [(one, value) for one in node.all_input_nodes for value in values_of(one) if _rows(value) is not None]
 
     def fits(value: torch.Tensor, other: torch.Tensor) -> bool:
@@ -175,10 +179,13 @@ def _sources_of_rows(node: fx.Node, kept: bool = True) -> list[fx.Node]:
 
 
 def _rows(value: Any) -> tuple[Any, ...] | None:
-    """The sizes of a tensor of numbers but the last; None for vectors and columns, which hold statistics."""
+    """The sizes of a tensor of numbers but the last; None for vectors and columns, which hold statistics.
+
+    Whole numbers of a byte are quantized ones.
+    """
     if not isinstance(value, torch.Tensor) or value.dim() < 2:
         return None
-    if not (value.is_floating_point() or value.is_complex()):
+    if not (value.is_floating_point() or value.is_complex() or value.dtype in (torch.int8, torch.uint8)):
         return None
     return None if identical(value.shape[-1], 1) else tuple(value.shape[:-1])
 

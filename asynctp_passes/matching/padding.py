@@ -4,9 +4,7 @@
     matmul+ → view* → sum → split → pad of the last piece → cat → view* → reduce_scatter          (DTensor)
 
 A rank sends its rows of zeros too, and what other ranks have there is theirs: they may pad fewer rows. So the fused op
-multiplies rows of zeros, which makes zeros of them: +0.0, since a product times a negative number is not fused. Neither
-is one with a bias, which would be added to the padding. A weight with an infinity or a NaN makes NaN of these rows,
-where the program has zeros. It makes the same columns of all other rows infinite or NaN, too.
+is told how many rows are the product's (`real_rows`). It sends zeros after them, whatever the weight and the bias are.
 """
 
 from __future__ import annotations
@@ -56,6 +54,11 @@ class Padding:
     def rows(self) -> Size:
         """The rows of the padded tensor: all dimensions but the last."""
         return product(self.after[:-1])
+
+    @property
+    def real_rows(self) -> Size:
+        """How many rows are not padding, of those of one index of the dimensions in front."""
+        return product(self.before[self.dim : -1])
 
     def is_in_blocks(self, place: ScatterPlacement, ranks: int) -> bool:
         """True where the ranks' blocks, concatenated, give the padded dimension and those behind it."""

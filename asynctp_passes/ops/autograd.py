@@ -8,7 +8,7 @@ So the input gradient of each of the first two ops is the other op. A tensor tha
 gradient dOut. With factors, a matmul has dOut times its own. Where factors differ, dOut is gathered first, and
 multiplied then. Where matmuls were converted to a `sum_dtype`, dOut is converted back before it is gathered, or once it
 is reduced. The loss is the sum of all ranks' losses. (Where every rank computes the same loss, their gradients add up.)
-Calls with scales have no gradient.
+Calls with scales have no gradient, nor have those with `real_rows`: the pass makes these after autograd.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from asynctp_passes.ops.reference import multiplied, split_factors
 def gradient_of(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The backward of an op, and the function that keeps what it needs, as `torch.library.register_autograd` has them.
 
-    That of a call with scales raises.
+    That of a call with scales, or with `real_rows`, raises.
     """
     signature, (backward, setup) = SIGNATURES[op], _GRADIENTS[op]
 
     def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         call: Call = signature.call(*inputs)
-        ctx.has_scales = call.out_dtype is not None
-        if not ctx.has_scales:
+        ctx.has_scales, ctx.is_padded = call.out_dtype is not None, getattr(call, "real_rows", None) is not None
+        if not (ctx.has_scales or ctx.is_padded):
             setup(ctx, call, output)
 
     def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -42,6 +42,10 @@ def gradient_of(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
             raise NotImplementedError(
                 "asynctp: a call with scales (fp8) has no gradient, since quantization has none; make it inside an "
                 "autograd.Function that quantizes, or call the op without scales"
+            )
+        if ctx.is_padded:
+            raise NotImplementedError(
+                "asynctp: a call with real_rows has no gradient; pad the rows of A by zeros instead"
             )
         found: tuple[Any, ...] = backward(ctx, *grads)
         return found

@@ -1,6 +1,6 @@
 """Calls of the ops from the code that Inductor generates: each is an object that is bound to one place there.
 
-    asynctp_all_gather_matmul_12ac = asynctp_bind(1, "('all_gather_matmul', {'gather_dim': 0, ...}, ...)")
+    asynctp_all_gather_matmul_12ac = asynctp_bind(2, "('all_gather_matmul', {'gather_dim': 0, ...}, ...)")
     ...
     buf3 = asynctp_all_gather_matmul_12ac(arg0_1, [arg2_1])
 
@@ -34,7 +34,7 @@ __all__ = ["VERSION", "CallSite", "bind", "mark"]
 
 log = logging.getLogger("asynctp_passes.ops")
 
-VERSION = 1
+VERSION = 2
 """The version of the text that a site is bound with. Graphs in Inductor's caches hold such texts."""
 MOST_SIZES = 64
 """The number of sizes for which one site knows plans at a time."""
@@ -85,13 +85,21 @@ def bind(version: int, text: str) -> Callable[..., Any]:
     )
 
     def call(*given: Any) -> Any:
-        return getattr(torch.ops.asynctp, op)(**constants, **dict(zip(tensors, given[sized:], strict=True)))
+        numbers = {name: given[0][place] for name, place in _places_of_sizes(constants)}
+        values = {**constants, **numbers, **dict(zip(tensors, given[sized:], strict=True))}
+        return getattr(torch.ops.asynctp, op)(**values)
 
     return call
 
 
 def _value(constant: Any) -> Any:
-    return getattr(torch, constant[1]) if isinstance(constant, tuple) else constant
+    is_dtype = isinstance(constant, tuple) and constant[0] == "dtype"
+    return getattr(torch, constant[1]) if is_dtype else constant
+
+
+def _places_of_sizes(constants: dict[str, Any]) -> list[tuple[str, int]]:
+    """The arguments that come with the sizes, each with its place there."""
+    return [(name, value[1]) for name, value in constants.items() if isinstance(value, tuple) and value[0] == "size"]
 
 
 class CallSite:
@@ -113,6 +121,7 @@ class CallSite:
         values = {**dict.fromkeys(tensors), **constants}
         self._arguments = signature.in_order(values)
         self._places = [signature.names.index(name) for name in tensors]
+        self._numbers = [(signature.names.index(name), place) for name, place in _places_of_sizes(constants)]
         self._bound: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, *tensors: Any) -> Any:
@@ -125,15 +134,17 @@ class CallSite:
 
     def _by_op(self, sizes: tuple[int, ...], tensors: tuple[Any, ...]) -> Any:
         """Make the call by its op; sizes: all that the tensors' shapes and strides depend on."""
-        bound, arguments = self._bound.get(sizes), self._filled(tensors)
+        bound, arguments = self._bound.get(sizes), self._filled(sizes, tensors)
         results = self._overload(*arguments)
         if not is_watched() and (bound is None or not (bound is _not_bound or bound.holds())):
             self._bind(sizes, arguments)
         return results
 
-    def _filled(self, tensors: tuple[Any, ...]) -> list[Any]:
+    def _filled(self, sizes: tuple[int, ...], tensors: tuple[Any, ...]) -> list[Any]:
         """The op's arguments."""
         arguments = self._arguments.copy()
+        for place, size in self._numbers:
+            arguments[place] = sizes[size]
         for place, tensor in zip(self._places, tensors, strict=True):
             arguments[place] = tensor
         return arguments
@@ -149,7 +160,7 @@ class CallSite:
 
 
 class SizedCallSite(CallSite):
-    """A call site whose tensors' shapes depend on sizes, which are given first."""
+    """A call site whose tensors' shapes, or numbers, depend on sizes, which are given first."""
 
     def __call__(self, sizes: tuple[int, ...], *tensors: Any) -> Any:
         """Make the call, with the tensors in the schema's order."""

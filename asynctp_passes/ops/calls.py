@@ -99,6 +99,8 @@ class ReduceCall(NamedTuple):
         sum_dtype: Matmuls, once rounded, are converted to it before anything is added; None: not at all.
         added: A term of the sum, after the matmuls.
         factors: A number for each matmul, which multiplies it, and maybe one more for the sum.
+        real_rows: How many indices of the scattered dimension this rank has; its sum is zeros at those after them,
+            whatever the operands have there. None: all. An all-reduce does not have it.
     """
 
     a_parts: Sequence[Tensor]
@@ -115,6 +117,7 @@ class ReduceCall(NamedTuple):
     sum_dtype: torch.dtype | None = None
     added: Tensor | None = None
     factors: Sequence[float] | None = None
+    real_rows: int | torch.SymInt | None = None
     accord: int = 0
     op: str = "matmul_reduce_scatter"
 
@@ -195,7 +198,7 @@ INVARIANT = 1 << 31
 """A flag in an accord: a row has the same bits for any number of rows, by any implementation. The kernels' is equal."""
 SCALES = frozenset({"a_scale", "a_scales", "b_scales", "gather_a_scale", "out_dtype", "use_fast_accum"})
 """The arguments of a call with scales, and of no other."""
-_OF_A_SCATTER = ("scatter_dim", "group_size")
+_OF_A_SCATTER = ("scatter_dim", "group_size", "real_rows")
 
 _SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -209,10 +212,11 @@ _SCHEMA_TYPES: dict[Any, str] = {
     bool: "bool",
     int: "int",
     int | None: "int",  # an all-reduce does not have it, and a reduce-scatter always
+    int | torch.SymInt | None: "SymInt?",
     str: "str",
     Any: process_groups.schema_type(),
 }
-_VALUES = {torch.dtype | None, bool | None, bool, int, int | None, str}
+_VALUES = {torch.dtype | None, bool | None, bool, int, int | None, int | torch.SymInt | None, str}
 
 
 def _values_of(kind: type[Call]) -> Callable[[Call], tuple[Any, ...]]:

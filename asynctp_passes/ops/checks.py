@@ -141,6 +141,11 @@ def _check_parts(call: ReduceCall, dim: int) -> None:
     assert ranks is not None, "the op that scatters is told"
     limit = f"a multiple of the group's {ranks} ranks; pad that dimension"
     require(size % ranks == 0, call.op, f"size of dimension {dim} of the product", size, limit)
+    if call.real_rows is not None:
+        limit = f"from 0 to {size}, the size of dimension {dim}, which must not be the last"
+        require(
+            dim < call.a_parts[0].ndim - 1 and 0 <= call.real_rows <= size, call.op, "real_rows", call.real_rows, limit
+        )
 
 
 def _check_sum_dtype(op: str, products: torch.dtype, sum_dtype: torch.dtype | None) -> None:

@@ -6,9 +6,9 @@ called by hand. `UNFUSED` has the programs with the ops' own argument lists.
 
 Numerics: every matmul is rounded once to its output dtype (bias included), converted to `sum_dtype` if there is one,
 and multiplied by its factor if there are `factors`. Then the matmuls are added in list order, `added` last; that is
-multiplied if there is a factor for it, and the collective sums. All is in the dtype that the matmuls have. On CPU
-`"avg"` is the sum divided by the number of ranks, since gloo has no average in every supported torch; elsewhere the
-backend's own average is used.
+multiplied if there is a factor for it. Rows after the `real_rows` become zeros, and the collective sums. All is in the
+dtype that the matmuls have. On CPU `"avg"` is the sum divided by the number of ranks, since gloo has no average in
+every supported torch; elsewhere the backend's own average is used.
 
 A scaled matmul of operands that are not fp8 is rounded to their dtype before it is scaled in fp32, as programs do; of
 int8 it is exact, in int32.
@@ -48,6 +48,8 @@ def run(call: Call, mover: Mover | None = None) -> Any:
     if call.scatter_dim is None:
         return all_reduce(total, call.reduce_op, call.group_name, mover, in_place=True)
     assert call.group_size is not None, "the op that scatters is told"
+    if call.real_rows is not None:
+        total.narrow(call.scatter_dim, call.real_rows, total.shape[call.scatter_dim] - call.real_rows).zero_()
     return reduce_scatter(total, call.reduce_op, call.scatter_dim, call.group_size, call.group_name, mover)
 
 

@@ -2,7 +2,7 @@
 
 mm+ → view* → add* → reduce_scatter → wait    becomes   a+, b+ → view? → matmul_reduce_scatter → view?
 (mm, x)+ → view* → add* → reduce_scatter …    becomes   a+, b+, x+ → view? → add* → matmul_reduce_scatter …
-mm+ → view* → add* → pad → reduce_scatter …   becomes   a+ → pad, b+ → matmul_reduce_scatter → view?
+mm+ → view* → add* → pad → reduce_scatter …   becomes   a+ → pad, b+ → matmul_reduce_scatter(real_rows) → view?
 mm+ → view* → add* → all_reduce → wait        becomes   a+, b+ → matmul_all_reduce → view*
 mm+ → view* → … → wait → view* → own part     becomes   a+, b+ → view? → matmul_reduce_scatter → view?
 """
@@ -111,6 +111,7 @@ def _call_reduction(
     shapes = [build.shape(a) for a in a_parts]
     optional: dict[str, Any] = {"sum_dtype": chain.sum_dtype, "factors": list(chain.factors) or None}
     optional["added"] = _added(build, chain, (*shapes[0][:-1], build.shape(matmuls[0].node)[-1]))
+    optional["real_rows"] = None if chain.padding is None else build.size(chain.padding.real_rows)
     if optional["added"] is not None and not chain.sent.is_reshape:
         optional["added"] = _rows_as_sent(build, chain, optional["added"])
     scaled, scales = [matmul.scaled for matmul in matmuls if matmul.scaled is not None], list[Any]()

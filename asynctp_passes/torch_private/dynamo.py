@@ -181,6 +181,18 @@ def input_sources(gm: fx.GraphModule) -> dict[int, str]:
     return found
 
 
+def frozen_parameters(gm: fx.GraphModule) -> list[int]:
+    """The inputs of a function that Dynamo compiles just now that are a module's parameters, and want no gradient."""
+    sources = input_sources(gm)
+    return [
+        number
+        for number, tensor in given_tensors(gm).items()
+        if isinstance(tensor, torch.nn.Parameter)
+        and not tensor.requires_grad
+        and "._parameters[" in sources.get(number, "")
+    ]
+
+
 def graph_break_of(gm: fx.GraphModule) -> str:
     """The place and the reason for which Dynamo ended a graph; empty for one that ends where its function returns."""
     reason = getattr(gm, "compile_subgraph_reason", None)

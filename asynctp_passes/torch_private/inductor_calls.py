@@ -59,7 +59,8 @@ def write_calls(ops: Iterable[torch._ops.OpOverload], binder: str, version: int)
         ops: The ops. Of their arguments, tensors and lists of such are given in the call, all others in `text`.
         binder: Where the function is: `module.name`.
         version: Of what `text` says: `(op, constants by name, names of tensors, whether sizes are given first)`, as
-            Python writes it. A dtype is written as `("dtype", name)`.
+            Python writes it. A dtype is written as `("dtype", name)`, and a number that a graph does not know as
+            `("size", place)`: its place among the sizes.
 
     Returns:
         False where this torch has no such table, and every call keeps the op's line.
@@ -116,8 +117,12 @@ def _line(node: Any, binder: str, version: int) -> str:
     tensors = [argument.name for argument in schema.arguments if str(argument.type) in _TENSORS]
     while tensors and given.get(tensors[-1]) is None:
         tensors.pop()
-    constants = {name: _constant(value) for name, value in given.items() if name not in tensors and value is not None}
     sizes = _sizes(node.inputs, wrapper)
+    constants: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in tensors and value is not None:
+            constants[name] = _constant(value) if (text := _size(value, wrapper)) is None else ("size", len(sizes))
+            sizes += [] if text is None else [text]
     namespace, _, op = schema.name.partition("::")
     text = repr((op, constants, tuple(tensors), bool(sizes)))
     layouts = node.unflatten_args(list(map(_layout, node.inputs)), node.constant_args)
@@ -142,6 +147,12 @@ def _constant(value: Any) -> Any:
     if isinstance(value, (bool, int, float, str)):
         return value
     raise Unwritable
+
+
+def _size(value: Any, wrapper: Any) -> str | None:
+    """A number that depends on sizes, as the generated code computes it; None for anything else."""
+    expression = value.node.expr if isinstance(value, torch.SymInt) else value
+    return wrapper.codegen_sizevar(expression) if getattr(expression, "free_symbols", None) else None
 
 
 def _layout(tensor: Any) -> str:

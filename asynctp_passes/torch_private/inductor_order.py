@@ -250,7 +250,8 @@ def _register(op: torch._ops.OpOverload, lowered: Any, constraint: Any = None) -
 def lower_wait(op: torch._ops.OpOverload) -> None:
     """Have Inductor's calls of `op(result, source)` read what the call that gave `result` reads, in place of `source`.
 
-    That may be a copy of `source` in a layout that a call can read, which Inductor makes anew for each call.
+    That may be a copy of `source` in a layout that a call can read, which Inductor makes anew for each call. A wait for
+    what no call gave, as another pass may make one, reads `source`.
     """
     from torch._inductor import ir
 
@@ -260,9 +261,10 @@ def lower_wait(op: torch._ops.OpOverload) -> None:
             call = call.data
         while isinstance(call, ir.MultiOutput):
             call = call.inputs[0]
-        assert isinstance(call, ir.ExternKernel), f"a wait for what no call gave: {call}"
-        read: Any = call.inputs[0]
-        read = ir.TensorBox(read) if isinstance(read, ir.BaseView) else ir.TensorBox.create(read)
+        read: Any = source
+        if isinstance(call, ir.ExternKernel) and call.inputs:
+            read = call.inputs[0]
+            read = ir.TensorBox(read) if isinstance(read, ir.BaseView) else ir.TensorBox.create(read)
         return ir.TensorBox.create(ir.FallbackKernel.create(op, result, read))
 
     if op not in _lowered:

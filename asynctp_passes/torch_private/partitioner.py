@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -128,11 +129,31 @@ def program_inputs(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: one.idx for node, one in described if type(one).__name__ == "PlainAOTInput"}
 
 
+_frozen: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+
+
+def note_frozen(numbers: Iterable[int]) -> None:
+    """Keep which inputs of the function that is compiled just now are parameters of modules that want no gradient."""
+    from torch._guards import TracingContext
+
+    if (context := TracingContext.try_get()) is not None:
+        _frozen[context] = frozenset(numbers)
+
+
+def frozen() -> frozenset[int]:
+    """The inputs that were noted for the function that is compiled just now, by number."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return frozenset() if context is None else _frozen.get(context, frozenset())
+
+
 def parameters(graph: fx.Graph, is_backward: bool) -> set[fx.Node]:
     """The inputs of a graph that are parameters as far as torch knows, or their gradients, which a backward returns.
 
     Those stay in their place, and want gradients: a buffer wants none, nor does a tensor whose address is marked as
-    static. Empty for a graph that Dynamo did not trace, and for a part of one.
+    static. Frozen ones want none either, and are those that were noted (`note_frozen`). Empty for a graph that Dynamo
+    did not trace, and for a part of one.
     """
     from torch._guards import TracingContext
 
@@ -143,7 +164,10 @@ def parameters(graph: fx.Graph, is_backward: bool) -> set[fx.Node]:
     if not static or not isinstance(nodes, list | tuple) or not output.meta.get("desc"):
         return set()
     trained = {number for number in static if number < len(infos) and infos[number].requires_grad}
-    return {node for number, node in enumerate(nodes) if number in trained and isinstance(node, fx.Node)}
+    found = {node for number, node in enumerate(nodes) if number in trained and isinstance(node, fx.Node)}
+    if not is_backward and (noted := frozen()):
+        found |= {node for node, number in program_inputs(graph).items() if number in noted}
+    return found
 
 
 def program_outputs(graph: fx.Graph) -> dict[int, fx.Node]:

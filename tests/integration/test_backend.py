@@ -40,6 +40,7 @@ from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import asynctp_passes
 from asynctp_passes import (
@@ -650,3 +651,33 @@ def test_the_joint_pass_raises_what_it_says(mesh: DeviceMesh) -> None:
     with there_is_something, fails, pytest.raises(DisagreementError) as found:
         RematerializePass(Config(strict="off"))(torch.fx.Graph())
     assert found.value is error
+
+
+class Rows(torch.nn.Module):
+    """Rows that are gathered, and computed with before they are multiplied."""
+
+    def __init__(self, mesh: DeviceMesh, kind: str) -> None:
+        super().__init__()
+        self.group, rows = mesh.get_group(), torch.ones(4, 16)
+        if kind == "buffer":
+            self.register_buffer("rows", rows)
+        else:
+            rows = DTensor.from_local(rows, mesh, [Shard(0)]) if kind == "sharded parameter" else rows
+            self.rows = torch.nn.Parameter(rows, requires_grad=False)
+
+    def forward(self, w: Tensor) -> Tensor:
+        rows = self.rows
+        full = rows.full_tensor() if isinstance(rows, DTensor) else funcol.all_gather_tensor(rows, 0, self.group)
+        return full.cumsum(0) @ w
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome"), [("parameter", "SKIPPED"), ("sharded parameter", "SKIPPED"), ("buffer", "MISSED")]
+)
+def test_a_frozen_parameter_is_known_and_a_buffer_is_none(mesh: DeviceMesh, kind: str, outcome: str) -> None:
+    """Also where Inductor's cache has the graph of another kind."""
+    for each in ("buffer", "parameter", kind):
+        start()
+        compiled(Rows(mesh, each), options={**STRICT, "strict": "off"})(torch.ones(16, 8))
+        (report,) = asynctp_passes.reports()
+    assert [remark.outcome for remark in report.remarks] == [outcome]

@@ -26,6 +26,7 @@ from serving_ops import GROUPS, registered
 from torch import Tensor
 from torch._inductor import ir, lowering
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 from torch.distributed._functional_collectives import (
     all_gather_tensor,
@@ -599,3 +600,28 @@ def test_a_pass_alone_warns_of_ops_that_may_have_moved(groups: Groups, caplog: p
     assert "vllm_like.all_reduce" in warning
     options["joint_custom_post_pass"] = RematerializePass(Config(strict="off", log=False))
     assert warnings() == []
+
+
+class WaitsForSines(CustomGraphPass):
+    """A pass of somebody else's, which waits for what no call gave."""
+
+    def __call__(self, graph: Graph) -> None:
+        def not_waits(user: Node) -> bool:
+            return user.target is not torch.ops.asynctp.wait.default
+
+        for node in graph.find_nodes(op="call_function", target=aten.sin.default):
+            with graph.inserting_after(node):
+                wait = graph.call_function(torch.ops.asynctp.wait.default, (node, node.args[0]))
+            wait.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(wait, delete_user_cb=not_waits)
+
+    def uuid(self) -> None:
+        return None
+
+
+def test_a_wait_for_what_no_call_gave_is_harmless() -> None:
+    inductor_order.lower_wait(torch.ops.asynctp.wait.default)
+    x = torch.randn(4, 4)
+    with torch._inductor.config.patch(post_grad_custom_post_pass=WaitsForSines(), fallback_by_default=True):
+        found = torch.compile(lambda x: (x + 1).sin().t() @ x)(x)
+    torch.testing.assert_close(found, (x + 1).sin().t() @ x)

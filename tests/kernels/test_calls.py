@@ -27,7 +27,7 @@ OTHERS: dict[str, Any] = {
     "a_scales": [torch.ones(2, 8, 1)], "along_shard": torch.ones(2, 8, 1), "added": torch.zeros(2, 8, 16, dtype=BF16),
     "factors": [2.0], "op": "another", "gather_dim": -2, "scatter_dim": -2, "group_size": 3, "reduce_op": "avg",
     "return_a_full": True, "gather_a_scale": True, "out_dtype": torch.float16, "use_fast_accum": True,
-    "all_keep": True, "sum_dtype": FP32, "accord": 7,
+    "all_keep": True, "sum_dtype": FP32, "real_rows": 7, "accord": 7,
 }  # fmt: skip
 
 

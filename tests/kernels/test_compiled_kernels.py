@@ -144,6 +144,8 @@ SCATTERS = BOTH | {
     "rows-4-outer": Variant(
         {**ROWWISE, "ks": (512, 256, 256, 512), "rows": (2, 512), "dim": 1, "out_dtype": torch.float16}, SUM8, 96
     ),
+    "padded": Variant({"real_rows": 1000}, WIDE),
+    "padded-rows-2": Variant({**ROWWISE, "ks": (512, 256), "real_rows": 1000}, SUM8, 64),
     "multiplied": Variant({"factors": (-0.25,)}, WIDE),
     "multiplied-bias": Variant({"factors": (2.0,), "bias": True}, WIDE, 64),
     "multiplied-rows": Variant({**ROWWISE, "factors": (2.0**-32,)}, WIDE8, 16),
@@ -164,8 +166,8 @@ SCATTERS = BOTH | {
 FEW_GATHERS = {"plain", "fp8-precise", "rows-bias", "outer", "4-bias", "rows-travel"}
 FEW_PUSHED = {"plain", "fp8-precise", "rows-travel-4-bias"}
 FEW_KEPT = {"outer", "rows-travel-4-bias"}
-FEW_SCATTERS = {"plain", "fp8-precise", "rows-bias", "outer", "fp8-4", "fp8-2-precise-to-fp32", "multiplied-converted",
-                "converted-bias-fp16", "converted-sum-to-fp32"}  # fmt: skip
+FEW_SCATTERS = {"plain", "padded", "fp8-precise", "rows-bias", "outer", "fp8-4", "fp8-2-precise-to-fp32",
+                "multiplied-converted", "converted-bias-fp16", "converted-sum-to-fp32"}  # fmt: skip
 
 
 def names(variants: Iterable[str], few: set[str]) -> list[Any]:

@@ -19,7 +19,7 @@ UNUSED = torch.zeros(1)
 FULL = GemmArguments(
     a=["a0", "a1"], b=["b0"], c=["c0", "c1", "c2", "c3"], a_scale=(), b_scale=POINTERS[:1], bias=POINTERS[1:2],
     words=POINTERS[2], done_ptr=POINTERS[3], outer=1, inner=2, k=(3, 4), n=(5,), rank=6, world=7, chunk_size=8,
-    own_tiles=9, value=10,
+    own_tiles=9, value=10, real_rows=11,
 )  # fmt: skip
 
 
@@ -40,11 +40,11 @@ def test_the_order_is_that_of_the_kernels() -> None:
 
 def test_examples_are_listed_in_that_order() -> None:
     listed = FULL.listed(UNUSED)
-    assert len(listed) == len(names()) == 41
+    assert len(listed) == len(names()) == 42
     assert [listed[place(name)] for name in ("a0", "a1", "a2", "b0", "c3")] == ["a0", "a1", None, "b0", "c3"]
     assert listed[place("a_scale0")] is listed[place("bias1")] is UNUSED
     assert listed[place("bias0")] is POINTERS[1]
-    assert listed[place("words") :] == [*POINTERS[2:], 1, 2, 3, 4, 0, 0, 5, 0, 0, 0, 6, 7, 8, 9, 10]
+    assert listed[place("words") :] == [*POINTERS[2:], 1, 2, 3, 4, 0, 0, 5, 0, 0, 0, 6, 7, 8, 9, 10, 11]
 
 
 def test_a_launch_holds_no_tensor() -> None:

@@ -82,6 +82,7 @@ SCATTERS = BOTH | {
     "multiplied": ({"factors": (-0.5,)}, 0),
     "multiplied rowwise": ({**ROWWISE, "factors": (4.0,)}, 40),
     "outer": ({**ROWWISE, "rows": (2, 512), "dim": 1}, 40),
+    "padded": ({**ROWWISE, "bias": True, "real_rows": 1000}, 104),
     "sum of 2": ({"ks": (512, 256)}, 0),
     "sum of 3": ({"ks": (512, 256, 264), "k_major": False}, 0),
     "sum of 4": ({"ks": (512, 256, 256, 64), "dtype": torch.float16}, 0),
@@ -93,7 +94,9 @@ FEW = {
     *itertools.product(("gather",), ("tensorwise", "4-bias", "outer")),
     *itertools.product(("pushed",), ("rowwise", "bf16-4-bias")),
     *itertools.product(("kept",), ("travels",)),
-    *itertools.product(("scatter",), ("rows and one", "rowwise", "fp16-bias", "multiplied rowwise", "sum of 4")),
+    *itertools.product(
+        ("scatter",), ("rows and one", "rowwise", "fp16-bias", "padded", "multiplied rowwise", "sum of 4")
+    ),
 }
 
 

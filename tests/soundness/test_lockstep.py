@@ -21,7 +21,7 @@ WISHES = Wishes(world_sizes=(REAL_RANKS,), dtypes=(torch.float32, torch.float64)
 
 OF_SUMS = (
     "Tensor[]? a_scales=None, Tensor[]? b_scales=None, ScalarType? out_dtype=None, bool use_fast_accum=False, "
-    "ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None, int accord=0"
+    "ScalarType? sum_dtype=None, Tensor? added=None, float[]? factors=None, "
 )
 SIGNATURES = {
     "all_gather_matmul": "(Tensor a_shard, Tensor[] bs, Tensor?[] biases, int gather_dim, bool return_a_full, "
@@ -29,9 +29,9 @@ SIGNATURES = {
     "ScalarType? out_dtype=None, bool use_fast_accum=False, Tensor? along_shard=None, bool? all_keep=None, "
     "int accord=0) -> Tensor[]",
     "matmul_reduce_scatter": "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, int scatter_dim, "
-    f"int group_size, Any group_name, {OF_SUMS}) -> Tensor",
+    f"int group_size, Any group_name, {OF_SUMS}SymInt? real_rows=None, int accord=0) -> Tensor",
     "matmul_all_reduce": "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, Any group_name, "
-    f"{OF_SUMS}) -> Tensor",
+    f"{OF_SUMS}int accord=0) -> Tensor",
 }
 
 

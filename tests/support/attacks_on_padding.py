@@ -73,8 +73,14 @@ def one_row_for_all(b: Builder, x: Node) -> Node:
     return b.call(aten.add.Tensor, part, whole)
 
 
-def product(b: Builder, rows: int = 7) -> Node:
-    return b.call(aten.mm.default, *inputs(b, (rows, 6), (6, 8)))
+def product(b: Builder, rows: int = 7, weight: Callable[[Builder, Node], Node] = lambda b, w: w) -> Node:
+    x, w = inputs(b, (rows, 6), (6, 8))
+    return b.call(aten.mm.default, x, weight(b, w))
+
+
+def infinite(b: Builder, w: Node) -> Node:
+    """A weight with -inf where it was negative, which makes NaN of a row of zeros."""
+    return b.call(aten.log.default, b.call(aten.relu.default, w))
 
 
 def scattered_with(pad: Pad, **how: Any) -> Attack:
@@ -83,7 +89,7 @@ def scattered_with(pad: Pad, **how: Any) -> Attack:
 
 def with_a_bias_and_a_residual(b: Builder) -> list[Node]:
     bias, x, w, other = inputs(b, (8,), (7, 6), (6, 8), (7, 8))
-    total = b.call(aten.add.Tensor, b.call(aten.addmm.default, bias, x, w), other)
+    total = b.call(aten.add.Tensor, b.call(aten.addmm.default, bias, x, infinite(b, w)), other)
     return [scattered(b, padded(0, 0, 0, 1)(b, total))]
 
 
@@ -94,8 +100,8 @@ def cut_and_padded(b: Builder) -> list[Node]:
 
 
 def negated(b: Builder) -> list[Node]:
-    """A row of zeros times -1 would be of negative zeros."""
-    return [scattered(b, padded(0, 0, 0, 1)(b, b.call(aten.neg.default, product(b))))]
+    """Zeros, and none that is negative."""
+    return [b.call(aten.reciprocal.default, scattered(b, padded(0, 0, 0, 1)(b, b.call(aten.neg.default, product(b)))))]
 
 
 def added_to_the_padding(b: Builder) -> list[Node]:
@@ -114,7 +120,7 @@ def padded_twice(b: Builder) -> list[Node]:
 
 
 def sum_of_two(b: Builder) -> list[Node]:
-    total = b.call(aten.add.Tensor, product(b), product(b))
+    total = b.call(aten.add.Tensor, product(b, weight=infinite), product(b))
     return [scattered(b, padded(0, 0, 0, 1)(b, b.call(aten.mul.Tensor, total, 0.5)))]
 
 
@@ -131,7 +137,7 @@ def batch(dim: int, pad: Pad, into: Callable[[Builder, Node], Node]) -> Attack:
     def attack(b: Builder) -> list[Node]:
         shape = [4, 4]
         shape[dim] = 7
-        whole = b.call(aten.reshape.default, product(b, rows=28), [*shape, 8])
+        whole = b.call(aten.reshape.default, product(b, rows=28, weight=infinite), [*shape, 8])
         return [scattered(b, into(b, pad(b, whole)))]
 
     return attack
@@ -208,6 +214,7 @@ def in_pieces(
 ROW = padded(0, 0, 0, 1)
 PADDING: dict[str, tuple[Attack, list[str]]] = {
     "product padded by a row": (scattered_with(ROW), ["F"]),
+    "product with an infinite weight, padded by a row": (scattered_with(ROW, weight=infinite), ["F"]),
     "product padded by a row of ones": (scattered_with(padded(0, 0, 0, 1, value=1.0)), ["ATP114"]),
     "product padded by negative zeros": (scattered_as_its_negative_zeros, ["ATP114"]),
     "product padded in front": (scattered_with(padded(0, 0, 1, 0)), ["ATP104"]),
@@ -215,21 +222,21 @@ PADDING: dict[str, tuple[Attack, list[str]]] = {
     "product padded in two dimensions": (scattered_with(padded(0, 1, 0, 1)), ["ATP114"]),
     "product padded by columns": (scattered_with(padded(0, 1), rows=8), ["ATP114"]),
     "product padded twice": (padded_twice, ["ATP114"]),
-    "one row, padded to eight": (scattered_with(padded(0, 0, 0, 7), rows=1), ["F"]),
-    "product joined with zeros": (scattered_with(joined_with()), ["F"]),
+    "one row, padded to eight": (scattered_with(padded(0, 0, 0, 7), rows=1, weight=infinite), ["F"]),
+    "product joined with zeros": (scattered_with(joined_with(), weight=infinite), ["F"]),
     "product joined with ones": (scattered_with(joined_with(1)), ["ATP104"]),
     "product joined with zeros in front": (scattered_with(joined_with(front=True)), ["ATP104"]),
     "product joined with a row of each rank": (scattered_with(joined_with_rows_of_each_rank), ["ATP104"]),
     "product joined with zeros that change": (scattered_with(joined_with_zeros_that_change), ["ATP104"]),
-    "product written into zeros": (scattered_with(written_into()), ["F"]),
+    "product written into zeros": (scattered_with(written_into(), weight=infinite), ["F"]),
     "product written into ones": (scattered_with(written_into(1)), ["ATP104"]),
     "product written behind a row of zeros": (scattered_with(written_into(start=1)), ["ATP104"]),
     "product written into every other row": (scattered_with(written_into(step=2, rows=14)), ["ATP104"]),
-    "product copied into zeros": (scattered_with(copied_and_written), ["F"]),
+    "product copied into zeros": (scattered_with(copied_and_written, weight=infinite), ["F"]),
     "a row of the product for all": (scattered_with(one_row_for_all), ["ATP102"]),
     "cut and padded": (cut_and_padded, ["ATP104"]),
-    "padded and negated": (negated, ["ATP114"]),
-    "padded with a bias and a residual": (with_a_bias_and_a_residual, ["ATP114"]),
+    "padded and negated": (negated, ["F"]),
+    "padded with a bias and a residual": (with_a_bias_and_a_residual, ["F"]),
     "padded before a residual": (added_to_the_padding, ["ATP114"]),
     "padded, and returned": (padding_returned, ["ATP202"]),
     "padded sum of two products": (sum_of_two, ["F"]),
@@ -243,15 +250,15 @@ PADDING: dict[str, tuple[Attack, list[str]]] = {
     "halves of rows padded": (regrouped_before, ["ATP104"]),
     "padded, and scattered by columns": (by_columns, ["ATP114"]),
     "padded, and all-reduced": (to_be_all_reduced, ["ATP114"]),
-    "pieces, the last one padded": (scattered_with(in_pieces()), ["F"]),
+    "pieces, the last one padded": (scattered_with(in_pieces(), weight=infinite), ["F"]),
     "pieces, the last one padded by ones": (scattered_with(in_pieces(value=1.0)), ["ATP114"]),
     "pieces, the last one padded in front": (scattered_with(in_pieces(front=1)), ["ATP104"]),
     "pieces, the first one last and padded": (scattered_with(in_pieces((1, 0), (1, 0))), ["ATP114"]),
     "pieces, one of them twice": (scattered_with(in_pieces((0, 0), (0, 0))), ["ATP102"]),
     "pieces, all padded": (scattered_with(in_pieces((0, 1), (1, 2))), ["ATP114"]),
     "pieces, one dropped": (scattered_with(in_pieces((0, 1), (0, 0), size=3)), ["ATP103"]),
-    "pieces, and zeros": (scattered_with(in_pieces((0,), (0,), rest=0), rows=4), ["F"]),
-    "pieces, one padded, and zeros": (scattered_with(in_pieces((0,), (1,), rest=0), rows=3), ["F"]),
+    "pieces, and zeros": (scattered_with(in_pieces((0,), (0,), rest=0), rows=4, weight=infinite), ["F"]),
+    "pieces, one padded, and zeros": (scattered_with(in_pieces((0,), (1,), rest=0), rows=3, weight=infinite), ["F"]),
     "pieces, and ones": (scattered_with(in_pieces((0,), (0,), rest=1), rows=4), ["ATP104"]),
     "padded, with scales of rows": (scales_of_rows, ["F"]),
 }

@@ -624,7 +624,7 @@ TENSORS: dict[str, tuple[Attack, list[str]]] = {
         ["ATP103"],
     ),
     "rows padded by less than half": (rows_padded_by(0, 0, 0, -5, multiply=times_weight), ["ATP103"]),
-    "rows cut off, some more": (rows_cut_off(lambda b, x: times_weight(b, cut_off(b, x, end=6))), ["ATP114"]),
+    "rows cut off, some more": (rows_cut_off(lambda b, x: times_weight(b, cut_off(b, x, end=6))), ["ATP103"]),
     "rows cut off and added to": (rows_cut_off(both_with_an_addition), ["F"]),
     "rows cut off, and their gradient": (rows_cut_off(its_own_gradient), ["F"]),
     "rows cut off, times themselves": (rows_cut_off(times_itself), ["ATP203"]),

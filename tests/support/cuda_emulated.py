@@ -217,6 +217,8 @@ def _scattered_tile(call: Call, peer: int, p: int, rows: slice, col: int, counte
         counter.value += due
     if call.FACTOR != 1:
         total = total.to(call.described("c0").dtype).float() * call.FACTOR
+    if call.PADDED:
+        total[max(call.real_rows - peer * call.inner - rows.start, 0) :] = 0
     yield from _store(call, "c0", peer * call.outer + p, rows, columns, total)
 
 

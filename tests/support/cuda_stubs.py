@@ -727,6 +727,7 @@ def scatter_call(
     sum_dtype: torch.dtype | None = None,
     added: bool = False,
     factors: tuple[float, ...] = (),
+    real_rows: int | None = None,
 ) -> ReduceFacts:
     """A scatter along `dim` of the sum of products [rows, k] @ [k, n]; the options are those of `gather_call`.
 
@@ -749,6 +750,7 @@ def scatter_call(
         sum_dtype=sum_dtype,
         added=tensor(*rows, n, dtype=sum_dtype or out_dtype) if added else None,
         factors=factors,
+        real_rows=real_rows,
     )
 
 
@@ -785,7 +787,10 @@ def whole(call: ReduceFacts, implementation: str) -> Tensor:
         total = one * factors[i] if total is None else total + one * factors[i]
     assert total is not None
     total = (total if call.added is None else total + call.added.reshape(total.shape)) * (rest[0] if rest else 1)
-    return total.to(call.wire_dtype).view(*call.a_parts[0].shape[:-1], -1)
+    total = total.to(call.wire_dtype).view(*call.a_parts[0].shape[:-1], -1)
+    if call.real_rows is not None:
+        total.narrow(call.dim, call.real_rows, total.shape[call.dim] - call.real_rows).zero_()
+    return total
 
 
 def result_dtype(call: ReduceFacts) -> torch.dtype:

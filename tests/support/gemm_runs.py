@@ -79,6 +79,7 @@ class Gemm:
             "chunk_size": self.chunk_size,
             "own_tiles": run.own_tiles,
             "value": VALUE,
+            "real_rows": run.world * run.inner - 37,
         }
 
     def __getitem__(self, name: str) -> Any:
@@ -150,6 +151,9 @@ class Gemm:
                 found[monomial(("product", (a, (block, row, at)), b_place), *scales)] += 1
         if self["BIAS"]:
             found[monomial((f"bias{number}", *cols))] += 1
+        if self["PADDED"]:
+            left = self.numbers["real_rows"] - peer * self.run.inner - row
+            found = (Tensor(found) * Tensor(Counter([monomial(("real", left))]))).sum
         return found if self["FACTOR"] == 1 else (Tensor(found) * factor(self["FACTOR"])).sum
 
     def word(self, peer: int, row_tile: int) -> int:

@@ -385,10 +385,17 @@ def _all_gather_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
 
 
 def _matmul_reduce_scatter(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
-    """reduce_scatter((sum_i (a_parts[i] @ b_parts[i] + biases[i]) * factors[i] + added) * factor, scatter_dim)."""
+    """reduce_scatter((sum_i (a_parts[i] @ b_parts[i] + biases[i]) * factors[i] + added) * factor, scatter_dim).
+
+    A rank's sum is zeros from its `real_rows` on.
+    """
     a_parts, _, _, reduce_op, scatter_dim, group_size, _, *optional = calls[0]
     _check_group_size(calls, group_size)
-    total = _reduced([_partial(*call[:3], *call[7:]) for call in calls], reduce_op)
+    parts = [_partial(*call[:3], *call[7:-2], call[-1]) for call in calls]
+    for part, (*_, real_rows, _) in zip(parts, calls, strict=True):
+        if real_rows is not None:
+            part.narrow(scatter_dim, real_rows, part.shape[scatter_dim] - real_rows).zero_()
+    total = _reduced(parts, reduce_op)
     return _scattered(total, len(calls), scatter_dim, _result_dtype(a_parts, *optional))
 
 

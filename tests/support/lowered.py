@@ -335,8 +335,10 @@ class _Program:
         return initial[0] if len(op.results) == 1 else initial
 
     # --- values --------------------------------------------------------------------------------------------------
-    def _arith_select(self, op: Op, condition: int, one: Any, other: Any) -> Any:
-        assert isinstance(condition, int), op.line
+    def _arith_select(self, op: Op, condition: int | Mask, one: Any, other: Any) -> Any:
+        if isinstance(condition, Mask):  # zeros after so many rows
+            assert not other.sum, op.line
+            return one * Tensor(Counter([monomial(("real", condition.left))]))
         return one if condition else other
 
     def _arith_addf(self, op: Op, one: Tensor, other: Tensor) -> Tensor:

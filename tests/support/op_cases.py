@@ -45,7 +45,7 @@ class ScatterCase:
     """`out` is the shape of one rank's result; `scale`: "", "one" (tensorwise) or "row" (rowwise).
 
     sum_dtype: of the result, to which the products are converted before they are added. added: so is another term.
-    factors: what the products are multiplied by, and maybe their sum.
+    factors: what the products are multiplied by, and maybe their sum. padding: how many last rows of all are zeros.
     """
 
     name: str
@@ -62,6 +62,7 @@ class ScatterCase:
     sum_dtype: torch.dtype | None = None
     added: bool = False
     factors: tuple[float, ...] = ()
+    padding: int = 0
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -178,6 +179,9 @@ SCATTER_CASES = [
         "another term of e4m3, converted", (2, 23, 24), 1, (32,), E4M3, scale="row", sum_dtype=FP32, added=True
     ),
     ScatterCase("another term, no contraction", (5, 8), 0, (0,), added=True),
+    ScatterCase("padded, bias", (70, 40), 0, (48,), biased=(0,), padding=75),
+    ScatterCase("padded sum of two, added, outer 2", (2, 35, 24), 1, (72, 40), added=True, padding=3),
+    ScatterCase("padded e4m3, multiplied", (23, 24), 0, (32,), E4M3, (0,), scale="row", factors=(-2.0,), padding=5),
     ScatterCase("multiplied", (70, 40), 0, (48,), factors=(-0.25,)),
     ScatterCase("multiplied, bias, fp16, avg", (18, 40), 0, (40,), FP16, (0,), "avg", factors=(4.0,)),
     ScatterCase("multiplied fp32, outer 2", (2, 35, 72), 1, (24,), FP32, factors=(2.0,)),
@@ -284,6 +288,7 @@ def run(case: Case, x: Inputs, group: ProcessGroup, all_keep: bool | None = None
     if isinstance(case, ScatterCase):
         scales = (x.a_scales, x.b_scales, case.out_dtype, True) if case.scale else (None, None, None, False)
         options = (case.op, case.dim, group.size(), name, *scales, case.sum_dtype, x.added, list(case.factors) or None)
+        options = (*options, case.out[case.dim] * group.size() - case.padding) if case.padding else options
         return [ops.matmul_reduce_scatter(x.a, x.b, x.biases, *options)]
     where = (case.dim, case.a_full, group.size(), name)
     if not case.scale:
@@ -389,7 +394,11 @@ def _terms(case: ScatterCase, x: Inputs, absolute: bool) -> list[torch.Tensor]:
     each, whole = magnitude(factors[:count]), magnitude(factors[count:].prod())
     scales = x.a_scales or [None] * count
     products = [_product(a, x, i, scales[i], absolute) * each[i] * whole for i, a in enumerate(x.a)]
-    return [*products, *([] if x.added is None else [magnitude(x.added.double()) * whole])]
+    terms = [*products, *([] if x.added is None else [magnitude(x.added.double()) * whole])]
+    if case.padding:
+        for term in terms:
+            term.narrow(case.dim, term.shape[case.dim] - case.padding, case.padding).zero_()
+    return terms
 
 
 def _unit(dtype: torch.dtype) -> float:

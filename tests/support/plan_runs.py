@@ -271,6 +271,20 @@ SCATTERS: dict[str, dict[str, Any]] = {
         "bias": True,
     },
     "multiplied apart, and in all": {"rows": (768,), "ks": (64, 8), "n": 72, "factors": (0.5, 2.0, 4.0)},
+    "padded": {"rows": (768,), "ks": (64,), "n": 72, "real_rows": 767},
+    "padded, parts of three ranks": {"rows": (768,), "ks": (64,), "n": 72, "real_rows": 100, "bias": True},
+    "padded to be divided by nothing": {"rows": (768,), "ks": (64,), "n": 72, "real_rows": 768},
+    "padded rows of scales": {"rows": (768,), "ks": (64,), "n": 72, **ROWWISE, "real_rows": 700, "bias": True},
+    "padded, outer, several": {"rows": (5, 12, 2), "ks": (64, 72), "n": 136, "dim": 1, "real_rows": 10},
+    "padded, converted, multiplied": {
+        "rows": (768,),
+        "ks": (64,),
+        "n": 72,
+        **CONVERTED,
+        "factors": (-2.0,),
+        "real_rows": 761,
+    },
+    "padded, several scaled": {"rows": (768,), "ks": (64, 80), "n": 72, **ROWWISE, "real_rows": 700},
     "multiplied columns": {"rows": (50,), "ks": (40, 8), "n": 72, "dim": 1, "factors": (2.0, -4.0, 0.5)},
 }
 

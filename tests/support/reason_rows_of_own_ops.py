@@ -150,6 +150,24 @@ def own_op_of_a_gathered_tensor(b: GraphBuilder) -> Node:
     return b.mm(called(b, own.scale, gathered(b)), b.input("w", [12, 6]))
 
 
+@row("NOT_ROWWISE", "own_like.scale.default returns other rows than it takes")
+def own_op_that_makes_a_vector_of_a_gathered_tensor(b: GraphBuilder) -> Node:
+    vector = called(b, own.scale, gathered(b), shape=(8,))
+    return b.mm(b.call(aten.unsqueeze.default, vector, 0), b.input("w", [8, 12]))
+
+
+@row("QUANTIZED_AFTER_GATHER", "own_like.scale.default")
+def own_op_that_quantizes_a_gathered_tensor(b: GraphBuilder) -> Node:
+    codes = called(b, own.scale, gathered(b), shape=(16, 8), dtype=torch.int8)
+    return b.mm(b.call(torch.ops.prims.convert_element_type.default, codes, torch.float32), b.input("w", [8, 12]))
+
+
+@row("NO_MATMUL", "used by own_like.row_numbers")
+def own_op_that_says_which_rows_another_tensor_gives(b: GraphBuilder) -> Node:
+    numbers = called(b, own.row_numbers, gathered(b), shape=(16,), dtype=torch.int64)
+    return b.mm(b.call(aten.index.Tensor, b.input("y", [16, 8]), [numbers]), b.input("w", [8, 12]))
+
+
 @row("COMPUTED_BETWEEN", 'known to be row-wise: if it is, register_rowwise("own_like::normalize")')
 def own_op_with_a_fake_of_a_gathered_tensor(b: GraphBuilder) -> Node:
     return b.mm(b.call(own.normalize.default, gathered(b)), b.input("w", [8, 12]))

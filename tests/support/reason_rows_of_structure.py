@@ -731,9 +731,15 @@ def padding_sliced_off_rows_with_scales(b: GraphBuilder) -> Node:
     return b.scaled_mm(rows, w, b.input("a_scale", [15, 1]), b.input("b_scale", [1, 16]))
 
 
-@row("UNEVEN_SHARDS", "aten.slice.Tensor slice_1:")
-def padding_of_several_dimensions_sliced_off_after_the_gather(b: GraphBuilder) -> Node:
-    """The first one is named, whatever the addresses of nodes are."""
+@row("PIECES_MISSING", "slice")
+def rows_and_columns_sliced_off_after_the_gather(b: GraphBuilder) -> Node:
+    """The rows are padding, and the columns are not."""
+    rows = b.call(aten.slice.Tensor, gathered(b), 0, 0, 15)
+    return b.mm(b.call(aten.slice.Tensor, rows, 1, 0, 6), b.input("w", [6, 12]))
+
+
+@row("PIECES_MISSING", "slice")
+def several_dimensions_sliced_off_after_the_gather(b: GraphBuilder) -> Node:
     whole = gathered(b, 2, 8, 8, 8, 8)
     for dim in range(5):
         whole = b.call(aten.slice.Tensor, whole, dim, 0, 7)

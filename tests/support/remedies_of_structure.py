@@ -40,6 +40,14 @@ def gathered_pieces_in_rank_order(b: GraphBuilder) -> Node:
     return times(b, b.cat(b.chunks(gathered(b))))
 
 
+@mends(structure.rows_and_columns_sliced_off_after_the_gather)
+def columns_sliced_off_before_the_gather(b: GraphBuilder) -> Node:
+    """What is used is gathered."""
+    columns = b.call(aten.slice.Tensor, b.input("x", [4, 8]), 1, 0, 6)
+    rows = b.call(aten.slice.Tensor, b.gather(b.call(aten.clone.default, columns)), 0, 0, 15)
+    return b.mm(rows, b.input("w", [6, 12]))
+
+
 @mends(structure.gathered_pieces_reversed)
 def pieces_of_the_result_reversed(b: GraphBuilder) -> Node:
     return b.cat(b.chunks(times(b, gathered(b)))[::-1])

@@ -153,6 +153,11 @@ def _scaled_scatter(a_scale: Any = ONE, b_scale: Any = ONE, **options: Any) -> A
     return _scatter(XQ, WQ, a_scales=a_scale, b_scales=b_scale, **options)
 
 
+def _given_rows(rows: int, dim: int = 1) -> Any:
+    call = torch.ops.asynctp.matmul_reduce_scatter
+    return lambda module: lambda group: call([X], [W], [None], "sum", dim, 4, group, real_rows=rows)
+
+
 def _in_mesh(dim: Any) -> Any:
     return lambda module: (
         lambda g: _gather(group=(dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dim))(module)(g)
@@ -215,6 +220,14 @@ BAD_CALLS = {
     "a factor for no product": (
         _scatter(factors=[1.0, 2.0, 4.0]),
         "len(factors)=3 is not valid; it must be 1, one for",
+    ),
+    "more rows than there are": (
+        _given_rows(9),
+        "real_rows=9 is not valid; it must be from 0 to 8, the size of dimension 1",
+    ),
+    "rows of columns": (
+        _given_rows(3, dim=2),
+        "real_rows=3 is not valid; it must be from 0 to 12, the size of dimension 2",
     ),
     "no factors": (_all_reduce(factors=[]), "len(factors)=0 is not valid; it must be 1, one for each product, or 2"),
     "a factor that rounds": (_all_reduce(factors=[0.3]), "factors[0]=0.3 is not valid; it must be a power of two from"),
@@ -310,6 +323,13 @@ def test_scaled_gradient_raises(fake_group: str) -> None:
     for out in (gathered, scattered, reduced):
         with pytest.raises(NotImplementedError, match="no gradient, since quantization has none"):
             out.sum().backward()
+
+
+def test_a_padded_gradient_raises(fake_group: str) -> None:
+    x, given = X.clone().requires_grad_(), ([W], [None], "sum", 1, 4, fake_group)
+    out = torch.ops.asynctp.matmul_reduce_scatter([x], *given, real_rows=7)
+    with pytest.raises(NotImplementedError, match="a call with real_rows has no gradient; pad the rows of A"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -603,7 +603,7 @@ a: f32[15, 8]
 w: f32[8, 12]
 constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, 1], 0)  # f32[16, 8]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
-    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[4, 12]
+    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp', real_rows=15)  # f32[4, 12]
 return (matmul_reduce_scatter_default)
 """,
     )
@@ -636,8 +636,8 @@ other: f32[15, 12]
 constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, 1], 0)  # f32[16, 8]
 constant_pad_nd_default_1 = constant_pad_nd(other, [0, 0, 0, 1], 0)  # f32[16, 12]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
-    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp', added=constant_pad_nd_default_1)  #
-    f32[4, 12]
+    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp', added=constant_pad_nd_default_1,
+    real_rows=15)  # f32[4, 12]
 return (matmul_reduce_scatter_default)
 """,
     )
@@ -676,7 +676,7 @@ w: f32[8, 12]
 reshape_default = reshape(a, [3, 7, 8])  # f32[3, 7, 8]
 constant_pad_nd_default = constant_pad_nd(reshape_default, [0, 0, 0, 1], 0)  # f32[3, 8, 8]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
-    biases=[None], reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp')  # f32[3, 4, 12]
+    biases=[None], reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp', real_rows=7)  # f32[3, 4, 12]
 return (matmul_reduce_scatter_default)
 """,
     )
@@ -709,7 +709,7 @@ a: f32[7, 8]
 w: f32[8, 12]
 constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, 1], 0)  # f32[8, 8]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
-    biases=[None], reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp')  # f32[4, 12]
+    biases=[None], reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp', real_rows=7)  # f32[4, 12]
 return (matmul_reduce_scatter_default)
 """,
     )
@@ -746,9 +746,10 @@ sym_size_int = sym_size(a, 0)  # s
 mul = mul(sym_size_int, -1)  # -s
 mod_1 = mod(mul, 4)  # PythonMod(-s, 4)
 constant_pad_nd_default = constant_pad_nd(a, [0, 0, 0, mod_1], 0)  # f32[s + (PythonMod(-s, 4)), 8]
+sym_size_int_1 = sym_size(a, 0)  # s
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[constant_pad_nd_default], b_parts=[w],
-    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp')  # f32[((s + (PythonMod(-s,
-    4)))//4), 12]
+    biases=[None], reduce_op='sum', scatter_dim=0, group_size=4, group_name='tp', real_rows=sym_size_int_1)  #
+    f32[((s + (PythonMod(-s, 4)))//4), 12]
 return (matmul_reduce_scatter_default)
 """,
     )
@@ -785,7 +786,7 @@ view_dtype_1 = view(constant_pad_nd_default, f8)  # f8[8, 32]
 constant_pad_nd_default_1 = constant_pad_nd(a_scale, [0, 0, 0, 1], 0)  # f32[8, 1]
 matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[view_dtype_1], b_parts=[w], biases=[None],
     reduce_op='sum', scatter_dim=0, group_size=2, group_name='tp', a_scales=[constant_pad_nd_default_1],
-    b_scales=[b_scale], out_dtype=bf16, use_fast_accum=False)  # bf16[4, 16]
+    b_scales=[b_scale], out_dtype=bf16, use_fast_accum=False, real_rows=7)  # bf16[4, 16]
 return (matmul_reduce_scatter_default)
 """,
     )

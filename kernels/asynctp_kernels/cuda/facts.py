@@ -159,7 +159,7 @@ class ReduceFacts:
     """Matmuls and the sum of them over ranks; tensors, `world` and `unknown` as of `GatherFacts`.
 
     scatter_dim: None of an all-reduce, whose As and what is added are [M, *] here. factors: powers of two, or negatives
-    of such; empty: nothing is multiplied.
+    of such; empty: nothing is multiplied. real_rows: of the scattered dimension; zeros are sent after them. None: all.
     """
 
     a_parts: Sequence[Tensor]
@@ -175,6 +175,7 @@ class ReduceFacts:
     sum_dtype: torch.dtype | None = None
     added: Tensor | None = None
     factors: tuple[float, ...] = ()
+    real_rows: int | None = None
     accord: int = 0
     unknown: tuple[str, ...] = ()
 
@@ -251,6 +252,14 @@ class ReduceFacts:
     @property
     def outer(self) -> int:
         return self.layout.outer
+
+    @property
+    def real_in_block(self) -> int | None:
+        """How many of the rows of an outer block, over all ranks, come before the padding; None without any."""
+        shape = self.a_parts[0].shape[:-1]
+        if self.real_rows is None or self.real_rows == shape[self.dim]:
+            return None
+        return self.real_rows * math.prod(shape[self.dim + 1 :])
 
     @property
     def scaling(self) -> Scaling | None:

@@ -61,6 +61,7 @@ class GemmArguments:
     chunk_size: int
     own_tiles: int
     value: int
+    real_rows: int = 0
 
     def listed(self, unused: Any) -> list[Any]:
         """All, in the kernels' order; `unused` stands for tensors that are not there."""

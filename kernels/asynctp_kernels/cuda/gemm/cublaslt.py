@@ -310,9 +310,11 @@ def alike_matmuls(call: Matrices, fast: bool, is_alike: Callable[[int, Matmul], 
         wanted = kinds(call, fast)
     except Refused:
         return None
-    if any(kind.by_rows for kind in wanted):
-        return None  # these are not compared
     try:
+        if any(kind.by_rows for kind in wanted):
+            raise Refused(
+                "cuBLAS's bits are not compared where scales are of rows; a kernel of asynctp makes the matmul"
+            )
         made = [_alike_matmul(kind, functools.partial(is_alike, i)) for i, kind in enumerate(wanted)]
     except (Refused, torch.OutOfMemoryError) as error:
         log.warning("a batch-invariant call may take longer: %s", error)

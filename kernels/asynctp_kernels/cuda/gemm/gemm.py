@@ -68,6 +68,7 @@ def prepare_gemm(
     async_input: bool = False,
     rounded: torch.dtype | None = None,
     factor: float = 1.0,
+    padded: bool = False,
 ) -> Launch:
     """Compile `gemm_kernels.gemm_kernel`, or that of `pingpong_kernels`, for one plan.
 
@@ -88,6 +89,7 @@ def prepare_gemm(
         async_input: The gather's GEMM, with a word of the caller's for each chunk.
         rounded: The dtype that a matmul is rounded to before it is stored as `out_dtype`; None: that.
         factor: What every result is multiplied by, once rounded.
+        padded: Zeros are stored after the `real_rows` of each outer block.
     """
     constants = {
         "GATHER": gathers,
@@ -112,6 +114,7 @@ def prepare_gemm(
         "SLOTS": programs,
         "PROGRAMS": programs * shares,
         "FACTOR": factor,
+        "PADDED": padded,
     }
     rounds_once = rounded in (None, out_dtype)
     launch = _prepare(args, tiles, constants, rounds_once)

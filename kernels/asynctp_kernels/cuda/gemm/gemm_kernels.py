@@ -266,7 +266,7 @@ PROMISES = {
     ],
     "do_not_specialize": [
         *("outer", "inner", "k0", "k1", "k2", "k3", "n0", "n1", "n2", "n3"),
-        *("rank", "world", "chunk_size", "own_tiles", "value"),
+        *("rank", "world", "chunk_size", "own_tiles", "value", "real_rows"),
     ],
 }
 
@@ -314,6 +314,7 @@ def gemm_kernel(
     chunk_size,
     own_tiles,
     value,
+    real_rows,
     GATHER: tl.constexpr,
     OWN: tl.constexpr,
     INBOX: tl.constexpr,
@@ -336,6 +337,7 @@ def gemm_kernel(
     SLOTS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     FACTOR: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     """Every matmul of a gather, or every destination of a scatter; `COUNT` is the number of Bs, or of pairs.
 
@@ -346,7 +348,8 @@ def gemm_kernel(
         and have words, which are awaited to be `value` and are left as they are.
     else: a [P*W, Q, K], b as above, c0 [W*P, Q, N] in memory order [destination, p], so that what goes to one rank
         is contiguous. words: int32 [W, CHUNKS], counts the finished tiles of chunk (destination, c). Each pair has its
-        own scales; with several there is no bias.
+        own scales; with several there is no bias. PADDED: zeros are stored after the first `real_rows` of the W*Q rows
+        of each p.
 
     A chunk is `chunk_size` rows of a gather's source, or row tiles of a scatter's destination; of a scatter's own rows,
     `own_tiles` row tiles. A scale is absent (0), one element (1, 3), or one per row or column (2). A matmul is rounded
@@ -523,6 +526,8 @@ def gemm_kernel(
             acc = exact_f32(round_to(acc, ROUNDED))
         if FACTOR != 1.0:
             acc = acc * FACTOR
+        if PADDED:
+            acc = tl.where((peer * inner + q + tl.arange(0, BM) < real_rows)[:, None], acc, 0.0)
         if LATER:
             uncounted = tl.where(chunk == behind - 1, uncounted, 0) + 1
             behind = chunk + 1

@@ -258,6 +258,7 @@ def multiply_tiles(
     WHICH: gl.constexpr,
     scales: tl.tuple,
     columns: tl.tuple,
+    real_rows: tl.tensor,
     sizes: tl.tuple,
     ends: tl.tuple,
     stages: tl.tuple,
@@ -268,6 +269,7 @@ def multiply_tiles(
     B_SCALE: gl.constexpr,
     BIAS: gl.constexpr,
     FACTOR: gl.constexpr,
+    PADDED: gl.constexpr,
     GATHER: gl.constexpr,
     OWN: gl.constexpr,
     INBOX: gl.constexpr,
@@ -338,6 +340,9 @@ def multiply_tiles(
             of_rows = gl.load(a_scale + rows, mask=in_block < inner, other=0.0)[:, None]
             if B_SCALE == 1:
                 of_rows = of_rows * gl.load(pick(number, b_scales, COUNT))
+        if PADDED:
+            row = peer * inner + (tile_m % tiles_q) * BM + gl.arange(0, BM, gl.SliceLayout(1, PART_LAYOUT))
+            is_real = (row < real_rows)[:, None]
         # parts of the columns, so that few numbers beside the sums need registers
         parts = acc.reshape((BM, PARTS, PART)).permute((0, 2, 1)).split()
         for i in gl.static_range(PARTS):
@@ -355,6 +360,8 @@ def multiply_tiles(
             rounded = part.to(c_buffers.dtype)
             if FACTOR != 1.0:
                 rounded = (rounded.to(gl.float32) * FACTOR).to(c_buffers.dtype)
+            if PADDED:
+                rounded = gl.where(is_real, rounded, gl.zeros_like(rounded))
             mbarrier.wait(c_empty.index(WHICH), (made * PARTS + i & 1) ^ 1)
             c_buffers.index(WHICH).store(rounded)
             fence_async_shared()
@@ -452,6 +459,7 @@ def gemm_kernel(
     chunk_size,
     own_tiles,
     value,
+    real_rows,
     GATHER: gl.constexpr,
     OWN: gl.constexpr,
     INBOX: gl.constexpr,
@@ -471,6 +479,7 @@ def gemm_kernel(
     SLOTS: gl.constexpr,
     PROGRAMS: gl.constexpr,
     FACTOR: gl.constexpr,
+    PADDED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """As `gemm_kernels.gemm_kernel`: fast sums, tiles in two parts, several matmuls of a scatter without scales."""
@@ -513,13 +522,13 @@ def gemm_kernel(
     gl.warp_specialize(
         [
             (multiply_tiles, (
-                0, scales, columns, sizes, ends, stages, turns, results,
-                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, FACTOR,
+                0, scales, columns, real_rows, sizes, ends, stages, turns, results,
+                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, FACTOR, PADDED,
                 GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, SLOTS, PROGRAMS,
             )),
             (multiply_tiles, (
-                1, scales, columns, sizes, ends, stages, turns, results,
-                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, FACTOR,
+                1, scales, columns, real_rows, sizes, ends, stages, turns, results,
+                A_SCALE, SCALE_TRAVELS, B_SCALE, BIAS, FACTOR, PADDED,
                 GATHER, OWN, INBOX, OUTS, CHUNKS, B_K_MAJOR, GROUP_M, SLOTS, PROGRAMS,
             )),
             (load_tiles, (

@@ -111,7 +111,7 @@ class _Direct(WholeScatter):
         super().__init__(call, memory)
         self.kernels = self._kernels(call, {call.rows})
         one = self.count == 1 and bool(self.kernels[0]) and not self.is_apart(0)
-        self.is_ours = one and call.added is None and self.times.whole == 1
+        self.is_ours = one and call.added is None and self.times.whole == 1 and self.real is None
         self.graph = new_graph() if self.is_ours else None
 
     def with_kernel_layout(self, call: ScatterTensors) -> ScatterTensors:

@@ -202,13 +202,13 @@ class FusedScatter(PushedScatter):
             a=a_like, b=b_like, c=(c_like,), a_scale=(), b_scale=(),
             bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=memory.scatter_done,
             outer=self.outer, inner=inner, k=depths, n=(n,), rank=memory.rank, world=world,
-            chunk_size=self.chunks.tiles, own_tiles=self.own.tiles, value=1,
+            chunk_size=self.chunks.tiles, own_tiles=self.own.tiles, value=1, real_rows=self.real or 0,
         )  # fmt: skip
         modes = (scale_mode(call.a_scales[0] if call.a_scales else None), b_scale_mode(call.b_scales, call.b_parts))
         self.launch = prepare_gemm(
             args.listed(memory.dummy), programs, shares, tiles, call.b_parts, bias, modes,
             self.wire_dtype, gathers=False, rounded=call.matmul_dtype,
-            factor=call.gemm_factor or 1.0,
+            factor=call.gemm_factor or 1.0, padded=self.real is not None,
         )  # fmt: skip
         self.arguments = CallArguments(args, memory.local.data_ptr())
 

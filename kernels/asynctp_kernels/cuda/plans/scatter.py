@@ -84,7 +84,7 @@ class ScatterPlan(Plan):
         self.scaling, self.wire_dtype, self.out_dtype = call.scaling, call.wire_dtype, call.wire_dtype
         self.matmul_dtype, self.count = call.matmul_dtype, len(call.b_parts)
         self.factor = 1.0 / memory.world if call.reduce_op == "avg" else 1.0
-        self.times = call.times
+        self.times, self.real = call.times, call.real_in_block
         self.kernels: Sequence[dict[int, OwnMatmul]] = [{}] * self.count
         self.row_bytes = self.layout.cols * call.wire_dtype.itemsize
         self.part_bytes = self.layout.rows * self.row_bytes
@@ -148,6 +148,11 @@ class ScatterPlan(Plan):
             total.add_(added, alpha=self.times.added)
         multiply(total, self.times.whole)
         return total
+
+    def pad(self, rows: Tensor, first: int = 0) -> None:
+        """Set what is padding to zero: of the rows of outer blocks, [..., rows, N], from number `first` on."""
+        if self.real is not None and (real := max(self.real - first, 0)) < rows.shape[-2]:
+            rows[..., real:, :].zero_()
 
     def _kernels(self, call: ReduceFacts, rows: Iterable[int]) -> list[dict[int, OwnMatmul]]:
         """The kernels of each matmul, by numbers of rows; none where a matmul is left to PyTorch."""
@@ -338,5 +343,7 @@ class WholeScatter(ScatterPlan):
         rows = [a if a.ndim == 2 else a.reshape(-1, a.shape[-1]) for a in a_parts]
         added = None if added is None else added.reshape(self.staging_shape)
         staging = self.add_up((rows, b_parts, a_scales, b_scales, biases, added))
+        if self.real is not None:
+            self.pad(staging.view(self.outer, -1, staging.shape[-1]))
         out = staging if self.in_place else self.new_output()
         return ScatterTensors((), (), (), (), (), None, staging, out, [])
