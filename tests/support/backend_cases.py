@@ -132,17 +132,9 @@ def case_hooks_of_the_compiled_module(mesh: DeviceMesh) -> tuple[Report, ...]:
     return reports
 
 
-def case_mlp_gathered_again(mesh: DeviceMesh) -> tuple[Report, ...]:
-    """The gather of the forward is made again in the backward, and every value is the same to the last bit."""
-    return _gathered_again(mlp(mesh), shard_of(mesh, 2, 4, 16), gathers=1)
-
-
 def case_block_gathered_again(mesh: DeviceMesh) -> tuple[Report, ...]:
-    """Two gathers."""
-    return _gathered_again(block(mesh), shard_of(mesh, 2, 4, 16), gathers=2)
-
-
-def _gathered_again(module: nn.Module, x: Tensor, gathers: int) -> tuple[Report, ...]:
+    """Every gather of the forward is made again in the backward, and every value is the same to the last bit."""
+    module, x = block(mesh), shard_of(mesh, 2, 4, 16)
     parameters, found = list(module.parameters()), {}
     for rematerialize in ("never", "always"):
         start()
@@ -152,8 +144,8 @@ def _gathered_again(module: nn.Module, x: Tensor, gathers: int) -> tuple[Report,
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
     assert_close(found["always"], train(module, x, parameters))
     forward, backward = asynctp_passes.reports()
-    assert (len(forward.fused), forward.others, len(backward.fused)) == (2 * gathers, (), 2 * gathers)
-    assert [remark.rematerialized_bytes for remark in backward.others] == [2 * 8 * 16 * 4] * gathers
+    assert (len(forward.fused), forward.others, len(backward.fused)) == (4, (), 4)
+    assert [remark.rematerialized_bytes for remark in backward.others] == [2 * 8 * 16 * 4] * 2
     return forward, backward
 
 
@@ -850,8 +842,7 @@ LATER_CASES = ("cache_of_other_process",)
 #: Each takes long and is of a kind that another case shows: for the thorough profile.
 OF_KINDS_SHOWN = (
     "mlp_with_real_code",  # the demo's short run compiles C++ of more kernels, for a forward and a backward
-    "block_float32_batch_1",  # mlp_gathered_again, autocast
-    "block_gathered_again",  # mlp_gathered_again
+    "block_float32_batch_1",  # block_gathered_again
     "block_bfloat16_batch_2",  # autocast
     "no_grad",  # inference_mode, quantized_by_rows
     "checkpoint_of_dtensor_block",  # checkpoint_of_dtensors, checkpoint_of_dtensor_attention
