@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._inductor.config
 from compiled_training import GATHERS_ALONG_ANY
+from profiles import thorough
 from ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -29,7 +30,10 @@ def two_ranks() -> Ran:
     return run_ranks(found_programs.RANKS, found_programs.run_found, timeout_s=500)
 
 
-@pytest.mark.parametrize("name", found_programs.FOUND)
+@pytest.mark.parametrize(
+    "name",
+    [thorough(name) if name in found_programs.OF_KINDS_SHOWN else name for name in found_programs.FOUND],
+)
 def test_values_are_those_of_eager_and_reports_as_expected(ran: Ran, name: str) -> None:
     if not RUNNABLE.get(name, True):
         pytest.skip("torch 2.11 and 2.12 cannot")

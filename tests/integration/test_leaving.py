@@ -268,7 +268,7 @@ def left_in_a_backward(rank: int, _: int) -> Ended:
 def left_alone_with_sums(rank: int, _: int) -> Ended:
     """Rank 0 leaves a graph that sends something else than the program. The others are not in its last call."""
     torch._dynamo.config.recompile_limit = 2
-    process_groups.group_timeout_s = lambda group: 12.0  # type: ignore[assignment]
+    process_groups.group_timeout_s = lambda group: 6.0  # type: ignore[assignment]
     return calls(sums, ["a", "b", "never"], count=3 if rank == 0 else 2)
 
 

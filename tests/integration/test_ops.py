@@ -48,9 +48,16 @@ from asynctp_passes.ops import plain_collectives, reference
 
 
 # --- one program per world size, judged case by case --------------------------------------------------------------
+def of_ranks(world_size: int) -> list[Gather | Scatter]:
+    """The cases: all on two ranks, and every third on four; each form and option on both."""
+    cases = [*GATHERS, *REDUCTIONS]
+    some = [*ONE_OF_EACH, *WITH_OPTIONS, *cases[::3]]
+    return cases if THOROUGH or world_size == 2 else [case for case in cases if case in some]
+
+
 def _reference_ranks(rank: int, world_size: int) -> dict[str, Any]:
     world = dist.group.WORLD
-    results: dict[str, Any] = _all_problems(rank, world_size, [*GATHERS, *REDUCTIONS], world.group_name)
+    results: dict[str, Any] = _all_problems(rank, world_size, of_ranks(world_size), world.group_name)
     results["hand"] = _hand_problems(rank, world_size)
     results["alone"] = _alone_problems(rank, world_size)
     results["gradients"] = _gradient_problems(rank, world_size)
@@ -234,9 +241,10 @@ def reference_results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", [*GATHERS, *REDUCTIONS], ids=str)
-def test_op_equals_fp64_truth_and_its_fake(reference_results: list[dict[str, Any]], case: Gather | Scatter) -> None:
-    assert [result[str(case)] for result in reference_results] == [[]] * len(reference_results)
+def test_ops_equal_fp64_truth_and_their_fakes(reference_results: list[dict[str, Any]]) -> None:
+    for result in reference_results:
+        wrong = {str(case): result[str(case)] for case in of_ranks(len(reference_results)) if result[str(case)]}
+        assert not wrong
 
 
 @pytest.mark.ranks

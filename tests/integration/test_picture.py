@@ -206,13 +206,11 @@ def in_pieces(*programs: Program, **options: Any) -> Program:
 @pytest.mark.parametrize(
     ("program", "fused", "missed"),
     [
-        (compiled(of_branches(fuses, fuses)), 2, 0),
-        (compiled(of_branches(misses, misses)), 0, 2),
         (compiled(of_branches(fuses, misses, fuses)), 2, 1),
         (compiled(of_a_region), 1, 0),
         (in_pieces(fuses, lambda x: fuses(x) + 1, misses), 2, 1),
     ],
-    ids=["branches", "misses", "branches-and-more", "region", "pieces"],
+    ids=["branches-and-more", "region", "pieces"],
 )
 def test_the_summary_counts_all_graphs_of_a_compile(program: Program, fused: int, missed: int) -> None:
     """And those of one compile alone: a recompile, and a compile after a reset, are the same function's."""
@@ -248,7 +246,7 @@ def test_graphs_that_torch_compiles_again_count_once() -> None:
 # --- strictness ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "program",
-    [of_branches(misses, lambda x: x.new_zeros(8, 8), fuses), of_branches(misses, fuses), of_branches(fuses, misses)],
+    [of_branches(misses, lambda x: x.new_zeros(8, 8), fuses), of_branches(fuses, misses)],
 )
 def test_a_graph_is_judged_with_its_branches(program: Program) -> None:
     compiled(program, strict="zero", expect=1)(torch.ones(4, 16))
@@ -317,15 +315,14 @@ print(logging.getLogger("asynctp_passes").level)
 """
 
 
-@pytest.mark.parametrize(("required", "status"), [("fused=1", 0), ("fused=2,missed=0", 1)])
-def test_a_process_that_is_told_by_its_environment(required: str, status: int) -> None:
+def test_a_process_that_is_told_by_its_environment() -> None:
     """What is required is judged at its end, and TORCH_LOGS knows the package: `+` shows more, as of torch's own."""
-    environment = {**os.environ, "ASYNCTP_REQUIRE": required, "TORCH_LOGS": "asynctp_passes"}
+    environment = {**os.environ, "ASYNCTP_REQUIRE": "fused=2,missed=0", "TORCH_LOGS": "asynctp_passes"}
     ran = subprocess.run(
         [sys.executable, "-c", AT_EXIT], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
-    assert (ran.returncode, ran.stdout) == (status, f"done\n{logging.INFO}\n"), ran.stderr
-    assert ("ASYNCTP_REQUIRE: asynctp: 1 chains are fused" in ran.stderr) == (status == 1)
+    assert (ran.returncode, ran.stdout) == (1, f"done\n{logging.INFO}\n"), ran.stderr
+    assert "ASYNCTP_REQUIRE: asynctp: 1 chains are fused" in ran.stderr
     assert "1 of 1 chains fused, 0 missed" in ran.stderr
 
 

@@ -14,7 +14,7 @@ from programs import Builder, Wishes, gather_views, scatter_views, seeded_progra
 from torch import Tensor
 from torch.fx import Node
 
-SEEDS = range(150)
+SEEDS = range(80)
 COUNT = 2
 generated = functools.cache(seeded_program)
 Views = Callable[[Builder, Node, int, int, bool], Node]

@@ -13,7 +13,7 @@ THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 """Whether tests look for minutes each, where a change is tested in seconds else."""
 
 _UNHURRIED: Any = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-settings.register_profile("quick", max_examples=120, derandomize=True, **_UNHURRIED)
+settings.register_profile("quick", max_examples=80, derandomize=True, **_UNHURRIED)
 settings.register_profile("thorough", max_examples=10_000, **_UNHURRIED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

@@ -235,7 +235,10 @@ def _unlike_calls(rank: int, world: int, seed: int) -> dict[str, Any]:
     return {name: each for name, each in found.items() if not each["ok"]}
 
 
-SCENARIOS = {2: [_pairs, _uneven, _programs, _bits, _refused, _unlike_calls], 4: [_pairs, _uneven, _refused]}
+SCENARIOS = {
+    2: [_pairs, _uneven, _programs, _bits, _refused, _unlike_calls],
+    4: [_pairs, _uneven, _refused] if THOROUGH else [_refused],
+}
 
 
 def _run_scenarios(rank: int, world: int, seed: int) -> dict[str, Any]:
