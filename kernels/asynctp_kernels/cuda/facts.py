@@ -290,13 +290,15 @@ class ReduceFacts:
         """Factors, with as few passes over memory as give the program's numbers.
 
         A number below 1 for the sum goes to its terms, which are smaller then than the program's. What that takes from
-        subnormal ones is no more than the program's rounding does, but in float16, where these are not rare.
+        subnormal ones is no more than the program's rounding does, but in float16, where these are not rare. That of
+        several terms stays where bits may not differ: `whole` multiplies their sum.
         """
         count = len(self.a_parts)
+        may_move = not self.invariant or (count == 1 and self.added is None)
         each, rest = self.factors[:count] or (1.0,) * count, self.factors[count:]
         whole = rest[0] if rest else 1.0
         smaller = abs(whole) < 1 and all(abs(factor) <= 1 for factor in each) and self.wire_dtype != torch.float16
-        if smaller or abs(whole) == 1:
+        if (smaller and may_move) or abs(whole) == 1:
             return Times(tuple(factor * whole for factor in each), whole, 1.0)
         return Times(each, 1.0, whole)
 

@@ -154,14 +154,14 @@ def _gemm(call: Gemm) -> Found:
     diary = Diary(words)
     nothing, mode = [None] * 4, int(call.scaled)
     ks = [*call.ks, 0, 0, 0][:4]
-    numbers = [p, q, *ks, n, 0, 0, 0, call.rank, w, call.chunk, call.own_tiles, call.value]
+    numbers = [p, q, *ks, n, 0, 0, 0, call.rank, w, call.chunk, call.own_tiles, call.value, 0]
     args = [*(a + nothing)[:4], *(b + nothing)[:4], c, None, None, None, *[ones] * 12, words, done, *numbers]
     constants = {
         "GATHER": call.gathers, "OWN": own_only, "INBOX": call.inbox, "CLEARS": call.clears, "COUNT": len(call.ks),
         "CHUNKS": chunks, "B_K_MAJOR": True, "A_SCALE": mode, "SCALE_TRAVELS": False, "B_SCALE": mode, "BIAS": 0,
         "OUT": tl.bfloat16, "ROUNDED": tl.bfloat16, "IMPRECISE": None, "BM": BM, "BN": BN, "BK": BK, "SPLIT": 2,
         "GROUP_M": call.group if call.gathers else min(call.group, call.chunk), "SLOTS": call.programs,
-        "PROGRAMS": call.programs * call.shares, "FACTOR": 1.0,
+        "PROGRAMS": call.programs * call.shares, "FACTOR": 1.0, "PADDED": False,
     }  # fmt: skip
     multiply, store_tile = kernels.multiply, kernels.store_tile
 

@@ -135,7 +135,8 @@ class DecomposedScatter(PushedScatter):
                 rows, factors = ([parts[part] for parts in of_ranges] for of_ranges in (operands, scales))
                 matmuls = (rows, call.b_parts, factors, call.b_scales, call.biases, added[part])
                 self.add_up(matmuls, places[dst, block], *call.extras)
-                self.pad(places[dst, block], dst * self.layout.inner)
+                if self.real is not None:
+                    self.pad(places[dst, block], self.real - dst * self.layout.inner)
                 driver.record_event(memory.event(dst, block), stream)
         self.push_and_reduce(memory.stream, call.staging, call.out, memory.event(memory.rank, outer - 1))
         self.finish(stream)

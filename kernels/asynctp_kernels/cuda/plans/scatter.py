@@ -149,10 +149,10 @@ class ScatterPlan(Plan):
         multiply(total, self.times.whole)
         return total
 
-    def pad(self, rows: Tensor, first: int = 0) -> None:
-        """Set what is padding to zero: of the rows of outer blocks, [..., rows, N], from number `first` on."""
-        if self.real is not None and (real := max(self.real - first, 0)) < rows.shape[-2]:
-            rows[..., real:, :].zero_()
+    @staticmethod
+    def pad(rows: Tensor, real: int) -> None:
+        """Set what is padding to zero: all rows, [..., rows, N], after the first `real`, of which there may be none."""
+        rows[..., max(real, 0) :, :].zero_()
 
     def _kernels(self, call: ReduceFacts, rows: Iterable[int]) -> list[dict[int, OwnMatmul]]:
         """The kernels of each matmul, by numbers of rows; none where a matmul is left to PyTorch."""
@@ -344,6 +344,6 @@ class WholeScatter(ScatterPlan):
         added = None if added is None else added.reshape(self.staging_shape)
         staging = self.add_up((rows, b_parts, a_scales, b_scales, biases, added))
         if self.real is not None:
-            self.pad(staging.view(self.outer, -1, staging.shape[-1]))
+            self.pad(staging.view(self.outer, -1, staging.shape[-1]), self.real)
         out = staging if self.in_place else self.new_output()
         return ScatterTensors((), (), (), (), (), None, staging, out, [])
