@@ -61,6 +61,41 @@ def test_rows_keep_their_bits(world: int, recipe: str) -> None:
     assert f"{recipe} scatter decomposed" not in told["refused"]
 
 
+def _extremes(rank: int, world: int) -> dict[str, set[float]]:
+    """Half of a sum of two numbers, by each implementation: in fp32 they, or their sum, have no place in bfloat16."""
+    import torch
+    import torch.distributed as dist
+    from asynctp_kernels import cuda
+
+    import asynctp_passes.ops  # noqa: F401
+    from asynctp_passes.ops.calls import INVARIANT
+
+    a, found = torch.zeros(4, 16).bfloat16(), dict[str, set[float]]()
+    a[:, 0] = 1.0 - rank
+    for value in (2.0**127, 2.0**-133):
+        b = torch.zeros(16, 32).bfloat16()
+        b[0] = value
+        terms = {"several": ([a, a], [b, b], [1.0, 1.0, 0.5], None), "added": ([a], [b], [1.0, 0.5], a[:, :1] * b[:1])}
+        for name, (a_parts, b_parts, factors, added) in terms.items():
+            told = found.setdefault(f"{name} {value}", set())
+            for implementation, dim in (("direct", 0), ("decomposed", 0), ("whole", 0), ("direct", 1), ("whole", 1)):
+                with cuda.forced(implementation):
+                    out = torch.ops.asynctp.matmul_reduce_scatter(
+                        a_parts, b_parts, [None] * len(a_parts), "sum", dim, world, dist.group.WORLD.group_name,
+                        accord=INVARIANT, factors=factors, added=added,
+                    )  # fmt: skip
+                told |= set(out.float().flatten().tolist())
+    return found
+
+
+def test_a_factor_of_a_sum_stays_where_the_program_has_it() -> None:
+    found = run_ranks(2, _extremes)
+    assert found[0] == found[1]
+    assert {name: told for name, told in found[0].items() if len(told) != 1} == {}
+    assert found[0][f"several {2.0**127}"] == {float("inf")}
+    assert found[0][f"several {2.0**-133}"] == {2.0**-133}
+
+
 def _unlike(rank: int, world: int) -> str:
     """A rank whose call is batch-invariant, and one whose call is not: what each is told."""
     import torch
