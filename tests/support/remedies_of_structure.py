@@ -42,7 +42,7 @@ def gathered_pieces_in_rank_order(b: GraphBuilder) -> Node:
 
 @mends(structure.rows_and_columns_sliced_off_after_the_gather)
 def columns_sliced_off_before_the_gather(b: GraphBuilder) -> Node:
-    """What is used is gathered."""
+    """Columns that no matmul takes are cut off before the gather."""
     columns = b.call(aten.slice.Tensor, b.input("x", [4, 8]), 1, 0, 6)
     rows = b.call(aten.slice.Tensor, b.gather(b.call(aten.clone.default, columns)), 0, 0, 15)
     return b.mm(rows, b.input("w", [6, 12]))

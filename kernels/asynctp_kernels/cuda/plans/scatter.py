@@ -151,7 +151,7 @@ class ScatterPlan(Plan):
 
     @staticmethod
     def pad(rows: Tensor, real: int) -> None:
-        """Set what is padding to zero: all rows, [..., rows, N], after the first `real`, of which there may be none."""
+        """Zero the padding of [..., rows, N]: all rows but the first `real`. A number below 0 keeps none."""
         rows[..., max(real, 0) :, :].zero_()
 
     def _kernels(self, call: ReduceFacts, rows: Iterable[int]) -> list[dict[int, OwnMatmul]]:
