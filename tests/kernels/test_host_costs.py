@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -223,7 +222,8 @@ def collective_cost(kind: str, implementation: str) -> Cost:
         for _ in range(2):
             moved_by_op(here, call)
         one, wait = cuda.bind(call), WaitSite(False)
-        idle = mock.patch.object(torch._C._distributed_c10d, "_get_work_registry_size", lambda: 0)
-        with torch.no_grad(), idle, mock.patch.object(call_sites, "overlapped", lambda _: cuda):
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch._C._distributed_c10d, "_get_work_registry_size", lambda: 0)
+            patched.setattr(call_sites, "overlapped", lambda _: cuda)
             wait(one(given), given)
             return counted(lambda: wait(one(given), given)).cost
