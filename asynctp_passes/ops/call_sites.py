@@ -24,8 +24,7 @@ import torch
 from torch import fx
 
 from asynctp_passes.ops.calls import COLLECTIVES, OPS, SIGNATURES
-from asynctp_passes.ops.choice import kernels_for
-from asynctp_passes.ops.collectives import complete
+from asynctp_passes.ops.choice import kernels_for, overlapped
 from asynctp_passes.torch_private import inductor_calls, inductor_order
 from asynctp_passes.torch_private.inductor_calls import is_watched
 from asynctp_passes.torch_private.process_groups import nothing_to_wait_for
@@ -180,10 +179,19 @@ class WaitSite:
 
     def __init__(self, sized: bool) -> None:
         self._sized = sized
+        self._land: Callable[[Any], bool] = self._bind
 
     def __call__(self, *given: Any) -> Any:
         """Complete a result on the current stream, and give it. given: The result, and what was communicated."""
         result, source = given[self._sized :]
-        if not is_watched() and (complete(result) or nothing_to_wait_for()):
+        if not is_watched() and (self._land(result) or nothing_to_wait_for()):
             return result
         return torch.ops.asynctp.wait.default(result, source)
+
+    def _bind(self, result: Any) -> bool:
+        """Complete a result as kernels do it, and have them asked no more; False where torch's `wait_tensor` has to."""
+        kernels = overlapped(result)
+        if kernels is None:
+            return False
+        self._land = kernels.landing()
+        return self._land(result)

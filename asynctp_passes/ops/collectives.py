@@ -106,7 +106,8 @@ def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any, accord: in
 
 
 def _real_wait(result: Tensor, source: Tensor) -> Tensor:
-    if complete(result):
+    kernels = overlapped(result)
+    if kernels is not None and kernels.land(result):
         return result
     with torch_ops.below_autograd():
         done: Tensor = torch.ops._c10d_functional.wait_tensor.default(result)
@@ -134,12 +135,6 @@ def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
         raise ValueError(
             f"asynctp reduce_scatter: {whole.shape[0]} rows do not divide by {group_size} ranks; pad dim 0"
         )
-
-
-def complete(result: Tensor) -> bool:
-    """Complete a collective's result on the current stream; False where torch's `wait_tensor` has to."""
-    kernels = overlapped(result)
-    return kernels is not None and bool(kernels.land(result))
 
 
 # --- fake implementations ---------------------------------------------------------------------------------------

@@ -457,17 +457,49 @@ def test_a_bound_collective_enqueues_what_its_op_does(op: str, way: str, shape: 
     assert not moves.flying
 
 
-def test_the_stream_of_a_wait_comes_after_what_is_in_flight(here: Machine) -> None:
+def in_flight(here: Machine) -> tuple[Any, Tensor]:
+    """A gather that is bound, whose result is left in flight, and its shard."""
     call = collective(here, "all_gather", 8, 8)
-    with cuda.forced("fused"), mock.patch.object(moves, "register_wait"):
-        moved_by_op(here, call)
-        one = cuda.bind(call)
-        found, other = one(call.first), one(call.first)
+    with mock.patch.object(moves, "register_wait"):
+        for _ in range(2):
+            moved_by_op(here, call)
+    return cuda.bind(call), call.first
+
+
+def test_the_stream_of_a_wait_comes_after_what_is_in_flight(here: Machine) -> None:
+    """On another stream the allocator is told of the shard, which is free once nobody waits any more."""
+    with cuda.forced("fused"):
+        one, shard = in_flight(here)
+        land, results = cuda.landing(), [one(shard), one(shard)]
     assert len(moves.flying) == 2
-    here.current_stream = 42
-    for each in (other, found):
-        _, log = made_by(here, lambda each=each: cuda.land(each))
-        assert [entry.stream for entry in log if isinstance(entry, Awaited)] == [42]
+    events = [done for *_, done in moves.flying.values()]
+    stream = here.current_stream
+    here.kept.clear()
+    for found, event, on in zip(reversed(results), reversed(events), (42, stream), strict=True):
+        here.current_stream = on
+        landed, log = made_by(here, lambda found=found: land(found))
+        assert (landed, land(found)) == (True, False)
+        assert [(entry.stream, entry.event) for entry in log if isinstance(entry, Awaited)] == [(on, event)]
+    assert here.kept == [(shard.data_ptr(), 42)]
+    assert not moves.flying
+
+
+def test_a_result_that_nobody_waits_for_is_kept_until_it_is_complete(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = set[int]()
+    monkeypatch.setattr(driver, "is_over", over.__contains__)
+    with cuda.forced("fused"):
+        one, shard = in_flight(here)
+        for _ in range(moves.MOST_FLYING + 3):
+            one(shard)
+        assert len(moves.flying) == moves.MOST_FLYING + 3
+        over |= {done for *_, done in moves.flying.values()}
+        first, latest = next(iter(moves.flying)), one(shard)
+        assert len(moves.flying) == moves.MOST_FLYING + 3
+        assert first not in moves.flying or first == latest.data_ptr()
+        assert cuda.landing()(latest)
+        moves.flying.clear()
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])

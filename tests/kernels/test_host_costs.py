@@ -26,7 +26,8 @@ from host_costs import Cost, Counted, counted
 from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, WORLD, arguments_of, at_the_same_place, op
 from torch import Tensor
 
-from asynctp_passes.ops.call_sites import CallSite
+from asynctp_passes.ops import call_sites
+from asynctp_passes.ops.call_sites import CallSite, WaitSite
 from asynctp_passes.ops.calls import SIGNATURES
 
 CALLS: dict[str, Callable[[], Any]] = {
@@ -186,19 +187,22 @@ def test_what_is_dearer_is_seen() -> None:
 
 
 ALONE = {
-    ("all_gather", "direct"): Cost(23, 6), ("all_gather", "fused"): Cost(25, 14),
-    ("reduce_scatter", "direct"): Cost(17, 6), ("reduce_scatter", "fused"): Cost(22, 13),
-    ("all_reduce", "direct"): Cost(16, 6),
+    ("all_gather", "direct"): Cost(26, 6), ("all_gather", "fused"): Cost(28, 14),
+    ("reduce_scatter", "direct"): Cost(20, 6), ("reduce_scatter", "fused"): Cost(25, 13),
+    ("all_reduce", "direct"): Cost(19, 6),
 }  # fmt: skip
-"""The same limits of a collective without a matmul and its wait: complete on the stream, or in flight."""
-ALONE_IN_C = {"direct": Cost(1, 5), "fused": Cost(3, 13)}
+"""The same limits of a collective that a bound call makes, and of its wait from generated code.
+
+It is complete on the stream, or in flight.
+"""
+ALONE_IN_C = {"direct": Cost(3, 5), "fused": Cost(2, 13)}
 
 
 @pytest.mark.parametrize(("kind", "implementation"), ALONE)
 def test_a_collective_from_generated_code_costs_no_more_than(
     kind: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In C, but for the wait."""
+    """In C where that is built, and else in Python."""
     if not isinstance(edited.native(), str):
         found, limit = collective_cost(kind, implementation), ALONE_IN_C[implementation]
         assert found.functions <= limit.functions
@@ -217,6 +221,9 @@ def collective_cost(kind: str, implementation: str) -> Cost:
         given = call.first
         for _ in range(2):
             moved_by_op(here, call)
-        one = cuda.bind(call)
-        cuda.land(one(given))
-        return counted(lambda: cuda.land(one(given))).cost
+        one, wait = cuda.bind(call), WaitSite(False)
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch._C._distributed_c10d, "_get_work_registry_size", lambda: 0)
+            patched.setattr(call_sites, "overlapped", lambda _: cuda)
+            wait(one(given), given)
+            return counted(lambda: wait(one(given), given)).cost

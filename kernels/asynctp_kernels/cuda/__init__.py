@@ -20,7 +20,15 @@ from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.choose.select import forced
 from asynctp_kernels.cuda.explanation import choice_for, explain, problem_of, variant_reason
 from asynctp_kernels.cuda.groups import last_implementation, memory_outlook, release, shared_bytes
-from asynctp_kernels.cuda.moves import Mover, land, meet, run_bulk_all_reduce, run_bulk_gather, run_bulk_scatter
+from asynctp_kernels.cuda.moves import (
+    Mover,
+    land,
+    landing,
+    meet,
+    run_bulk_all_reduce,
+    run_bulk_gather,
+    run_bulk_scatter,
+)
 from asynctp_kernels.cuda.plans.collectives import all_gather
 from asynctp_kernels.cuda.runtime import interpreted
 
@@ -33,6 +41,7 @@ __all__ = [
     "explain",
     "forced",
     "land",
+    "landing",
     "last_implementation",
     "meet",
     "memory_outlook",

@@ -159,7 +159,7 @@ class BoundCollective(Bound):
             if self._whole:
                 wait_for(bulk)
             else:
-                flying[result.data_ptr()] = bulk
+                flying.add(bulk)
         elif self._gathers:
             result = fail_group_on_error(memory, plan.run, rows, None, (), (), ())[0].view(self._shape)
         else:

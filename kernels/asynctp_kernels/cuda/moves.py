@@ -31,6 +31,7 @@ from asynctp_kernels.cuda.plans.collectives import (
     scatter_facts,
 )
 from asynctp_kernels.cuda.plans.direct import DirectGather
+from asynctp_kernels.cuda.runtime import edited
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.watch import LOOK_S
@@ -309,8 +310,30 @@ def _waited(bulk: Bulk, result: Tensor) -> Tensor:
 
 moved: Counter[tuple[str, str]] = Counter()
 """Collectives without a matmul that bound calls have made, by op and implementation."""
-flying: dict[int, Bulk] = {}
-"""Results that bound calls have left in flight, by their addresses, until `land`. From C they are plain tuples."""
+MOST_FLYING = 8
+"""So many results stay in `flying` before old ones are looked at; as `site.c` has it."""
+
+
+class Flying(dict[int, Bulk]):
+    """Results that bound calls have left in flight, by their addresses, until `land`. From C they are plain tuples.
+
+    A program may never wait for one. Nothing is to be done for it once it is complete, so it need not be kept then.
+    """
+
+    def add(self, bulk: Bulk) -> None:
+        """Keep a result."""
+        self[bulk.result.data_ptr()] = bulk
+        if len(self) > MOST_FLYING:
+            self.forget()
+
+    def forget(self) -> None:
+        """Keep the oldest result no more, if it is complete."""
+        for address, bulk in tuple(self.items())[:1]:  # held here, so nothing else can be at its address
+            if driver.is_over(bulk[-1]):
+                self.pop(address, None)
+
+
+flying = Flying()
 
 
 def land(result: Tensor) -> bool:
@@ -319,6 +342,15 @@ def land(result: Tensor) -> bool:
     if bulk is not None:
         wait_for(bulk)
     return bulk is not None
+
+
+def landing() -> Callable[[Tensor], bool]:
+    """`land` for a place in a program that waits again and again: in C where that is compiled."""
+    if driver.IN_ORDER or isinstance(edited.native(), str):
+        return land
+    with_what = flying, edited.functions(), driver.current_stream, driver.record_stream, edited.raise_failed
+    found: Callable[[Tensor], bool] = edited.native().landing(with_what)
+    return found
 
 
 def wait_for(bulk: Bulk) -> None:

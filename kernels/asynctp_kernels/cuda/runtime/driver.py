@@ -175,7 +175,8 @@ def new_event() -> int:
 
 def is_over(event: int) -> bool:
     """Whether all is done that was before the last record of an event; true of one that was never recorded."""
-    code = int(library().cuEventQuery(ctypes.c_void_p(event)))
+    with relaxed_captures():
+        code = int(library().cuEventQuery(ctypes.c_void_p(event)))
     if code != _NOT_READY:
         check("cuEventQuery", code)
     return code != _NOT_READY

@@ -4,6 +4,7 @@
    Call:  a place in a program that makes one call again and again. It looks at all that may have changed; only where
           all is as it was bound, and the plan has its graph, it makes the call. Else it calls `otherwise`, which is
           the same in Python for any case: a doubt here costs time, never a wrong call.
+   land:  lets the current stream wait for a result that calls have left in flight: `moves.land`.
 
    The driver's functions are given as pointers. The GIL is released around them, and held for all else. */
 #define PY_SSIZE_T_CLEAN
@@ -12,6 +13,7 @@
 #include <structmember.h>
 
 #define MOST 64 /* tensors of a call */
+#define MOST_FLYING 8 /* results in flight, before old ones are looked at */
 
 typedef struct {
     int (*set_kernel)(void *executable, void *node, const void *params);
@@ -223,7 +225,7 @@ typedef struct {
 } Call;
 
 static PyObject *text_graph, *text_native, *text_generation, *text_skipped, *text_failure, *text_made,
-    *text_launched, *text_implementation, *text_data_ptr, *text_holds;
+    *text_launched, *text_implementation, *text_data_ptr, *text_holds, *text_forget, *text_get_device;
 static PyTypeObject *graph_type;
 
 static uint64_t number_at(PyObject *bound, int field)
@@ -469,9 +471,12 @@ static int fly(PyObject *flying, uint64_t address, PyObject *result, PyObject *s
     PyObject *key = PyLong_FromUnsignedLongLong(address);
     PyObject *bulk = Py_BuildValue("OOKO", result, source, (unsigned long long)stream, done);
     int failed = !key || !bulk || PyDict_SetItem(flying, key, bulk);
+    PyObject *done_with = failed || PyDict_GET_SIZE(flying) <= MOST_FLYING
+                              ? NULL : PyObject_CallMethodNoArgs(flying, text_forget);
+    Py_XDECREF(done_with);
     Py_XDECREF(key);
     Py_XDECREF(bulk);
-    return !failed;
+    return !PyErr_Occurred();
 }
 
 /* Make the call if all is as bound. Gives its results; NULL without an error where `otherwise` has to make it. */
@@ -523,6 +528,65 @@ static PyObject *call_holds(PyObject *self, PyObject *unused)
     return PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(((Call *)self)->bound, OTHERWISE), text_holds);
 }
 
+/* --- a wait ------------------------------------------------------------------------------------------------------ */
+/* What waits are made with: the fields of a tuple (`moves.landing`). */
+enum {
+    IN_FLIGHT, FUNCTIONS, /* a dictionary (`moves.flying`), a buffer: `Driver` */
+    CURRENT,              /* what gives the current stream of the device of an index */
+    USED,                 /* what tells the allocator that a tensor is used on the current stream */
+    RAISE                 /* what raises the error of a driver's function: `edited.raise_failed` */
+};
+
+/* Wait for what is in flight, which nothing holds any more but this: 0 with an error. */
+static int land_bulk(PyObject *const *with, PyObject *bulk)
+{
+    PyObject *result, *source, *device = NULL, *found = NULL, *used = NULL;
+    unsigned long long its_stream, done;
+    Py_buffer driver;
+    int code = 0;
+    if (!PyArg_ParseTuple(bulk, "OOKK", &result, &source, &its_stream, &done)
+        || !(device = PyObject_CallMethodNoArgs(source, text_get_device))
+        || !(found = PyObject_CallOneArg(with[CURRENT], device))
+        || PyObject_GetBuffer(with[FUNCTIONS], &driver, PyBUF_SIMPLE))
+        goto out;
+    uint64_t stream = PyLong_AsUnsignedLongLong(found);
+    const char *failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = await(driver.buf, stream, done, &code);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&driver);
+    if (failed) used = PyObject_CallFunction(with[RAISE], "siO", failed, code, Py_False); /* raises */
+    else if (stream != its_stream) used = PyObject_CallOneArg(with[USED], source);
+out:
+    Py_XDECREF(device);
+    Py_XDECREF(found);
+    Py_XDECREF(used);
+    return !PyErr_Occurred();
+}
+
+/* land(result) -> whether it was in flight */
+static PyObject *land(PyObject *fields, PyObject *result)
+{
+    PyObject *const *with = &PyTuple_GET_ITEM(fields, 0);
+    PyObject *address = PyObject_CallMethodNoArgs(result, text_data_ptr);
+    PyObject *bulk = address ? Py_XNewRef(PyDict_GetItemWithError(with[IN_FLIGHT], address)) : NULL;
+    if (bulk && !PyDict_DelItem(with[IN_FLIGHT], address)) land_bulk(with, bulk);
+    PyObject *landed = PyErr_Occurred() ? NULL : Py_NewRef(bulk ? Py_True : Py_False);
+    Py_XDECREF(address);
+    Py_XDECREF(bulk);
+    return landed;
+}
+
+static PyMethodDef land_function = {"land", land, METH_O, NULL};
+
+/* landing(fields) -> land */
+static PyObject *landing(PyObject *self, PyObject *fields)
+{
+    if (!PyTuple_CheckExact(fields) || PyTuple_GET_SIZE(fields) != RAISE + 1)
+        return PyErr_Format(PyExc_ValueError, "a wait has %d fields", RAISE + 1);
+    return PyCFunction_New(&land_function, fields);
+}
+
 /* --- the module -------------------------------------------------------------------------------------------------- */
 static PyMethodDef graph_methods[] = {{"launch", graph_launch, METH_VARARGS, NULL}, {NULL}};
 static PyGetSetDef graph_attributes[] = {{"shown", graph_shown, NULL, NULL, NULL}, {NULL}};
@@ -540,14 +604,16 @@ static PyType_Slot call_slots[] = {
 static PyType_Spec call_spec = {
     "asynctp_site.Call", sizeof(Call), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, call_slots};
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "asynctp_site", NULL, -1, NULL};
+static PyMethodDef functions[] = {{"landing", landing, METH_O, NULL}, {NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "asynctp_site", NULL, -1, functions};
 
 PyMODINIT_FUNC PyInit_asynctp_site(void)
 {
     struct { PyObject **text; const char *value; } texts[] = {
         {&text_graph, "graph"}, {&text_native, "native"}, {&text_generation, "generation"}, {&text_skipped, "skipped"},
         {&text_failure, "failure"}, {&text_made, "made"}, {&text_launched, "launched"},
-        {&text_implementation, "last_implementation"}, {&text_data_ptr, "data_ptr"}, {&text_holds, "holds"}};
+        {&text_implementation, "last_implementation"}, {&text_data_ptr, "data_ptr"}, {&text_holds, "holds"},
+        {&text_forget, "forget"}, {&text_get_device, "get_device"}};
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
         if (!(*texts[i].text = PyUnicode_InternFromString(texts[i].value))) return NULL;
     PyObject *module = PyModule_Create(&definition), *call = PyType_FromSpec(&call_spec);
