@@ -47,7 +47,8 @@ class Case:
     scale is gathered too; along: so are numbers, one per row, that are only returned. full: the gathered A is
     returned; alone: not by all ranks, as far as they are told, so that it is pushed. sum_dtype: of the result, to which
     products are converted before they are added. added: another term of the sum, transposed in memory. factors: what
-    products are multiplied by, and maybe their sum.
+    products are multiplied by, and maybe their sum. real: rows of the scattered dimension that are real; A is NaN after
+    them, and the sum is zeros.
     """
 
     op: str
@@ -71,6 +72,7 @@ class Case:
     sum_dtype: torch.dtype | None = None
     added: bool = False
     factors: tuple[float, ...] = ()
+    real: int | None = None
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -87,6 +89,7 @@ class Case:
             self.reduce_op: self.reduce_op != "sum", f"b-{str(self.b_dtype)[6:]}": self.b_dtype is not None,
             f"sum-{str(self.sum_dtype)[6:]}": self.sum_dtype is not None, "added": self.added,
             "x" + "_".join(f"{factor:g}" for factor in self.factors): bool(self.factors),
+            f"real{self.real}": self.real is not None,
         }  # fmt: skip
         return "-".join(parts + [flag for flag, on in flags.items() if on])
 
@@ -239,6 +242,27 @@ def multiplied_cases() -> Iterator[Case]:
     yield replace(base, dtype=torch.float32, out_dtype=torch.float32)
 
 
+def padded_cases() -> Iterator[Case]:
+    """Products whose last rows are zeros: a few, those of whole ranks, all; within tiles and at their borders."""
+    base = Case("scatter", (1024,), 512, (512,))
+    for real in (1023, 1000, 897, 896, 200, 1, 0):
+        yield replace(base, real=real, bias=True)
+    yield replace(base, real=1000, reduce_op="avg", factors=(-0.5,))
+    yield replace(base, real=1000, sum_dtype=torch.float32)
+    yield replace(base, real=1000, ns=(512, 512), ks=(520, 264))
+    yield replace(base, shard=(2, 512), dim=1, real=501)
+    yield replace(base, shard=(2, 512, 3), dim=1, real=333, bias=True)
+    yield replace(base, shard=(world(),), k=64, ns=(64,), real=world() - 1)
+    yield replace(base, shard=(4096,), k=1024, ns=(1536,), real=4001)
+    for fast, scales in itertools.product((True, False), ("tensor", "row")):
+        scaled = replace(base, dtype=FP8, scales=scales, fast=fast)
+        yield replace(scaled, real=1000, bias=True)
+        yield replace(scaled, shard=(2, 4096), dim=1, k=1024, ns=(4096,), real=4000)
+        yield replace(scaled, shard=(4096,), ns=(8192,), real=3900)
+        yield replace(scaled, ns=(512, 512), real=700)
+    yield replace(base, dtype=FP8, scales="1x128+128x128", fast=False, real=1000)
+
+
 def block_cases() -> Iterator[Case]:
     """fp8 with a scale for each block, 128 deep, of 1 or 128 rows of A and columns of B."""
     recipes = ("1x128+128x128", "128x128+1x128", "1x128+1x128")
@@ -385,6 +409,9 @@ def draw(case: Case) -> Data:
     times = world() if case.op == "gather" and case.dim in (-1, len(case.shard)) else 1
     depths = [k * times for k in case.ks or [case.k] * count]
     a = [random_operand((*case.shard, k // times), case.dtype) for k in depths[: 1 if case.op == "gather" else count]]
+    if case.real is not None:
+        for one in a:
+            one.narrow(case.dim, case.real, case.shard[case.dim] - case.real).copy_(torch.tensor(torch.nan))
     bs = []
     for n, depth in zip(case.ns, depths, strict=True):
         weight = torch.randn(n, depth, device=device()) * depth**-0.5
@@ -424,6 +451,7 @@ def call(case: Case, data: Data, of: dist.ProcessGroup | None = None) -> list[Te
     optional |= {"sum_dtype": case.sum_dtype, "added": data.added, "factors": list(case.factors) or None}
     if case.op == "all_reduce":
         return [ops.matmul_all_reduce(data.a, data.b, data.biases, case.reduce_op, group, **optional)]
+    optional |= {} if case.real is None else {"real_rows": case.real}
     return [ops.matmul_reduce_scatter(data.a, data.b, data.biases, case.reduce_op, case.dim, size, group, **optional)]
 
 
@@ -457,6 +485,8 @@ def expected(case: Case, data: Data) -> list[Tensor]:
         total = total + (out if bias is None else out + bias.double()) * (case.factors[i] if case.factors else 1.0)
     total = total if data.added is None else total + data.added.double()
     total = total * case.factors[-1] if len(case.factors) > len(data.a) else total
+    if case.real is not None:
+        total.narrow(case.dim, case.real, case.shard[case.dim] - case.real).zero_()
     dist.all_reduce(total)
     total = total / world() if case.reduce_op == "avg" else total
     return [total if case.op == "all_reduce" else total.chunk(world(), case.dim)[rank()]]
@@ -691,6 +721,7 @@ def main() -> int:
         *converted_cases(),
         *added_cases(),
         *multiplied_cases(),
+        *padded_cases(),
         *block_cases(),
         *bulk_cases(),
         *async_cases(),

@@ -61,7 +61,9 @@ def stressed(world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
         yield replace(gather, shard=(3, m // world), dim=1, full=True, alone=True), ALL
         yield replace(gather, shard=(5, m // world), dim=1, ns=(256, 64)), NOT_DECOMPOSED
         yield replace(scatter, ns=(256, 256)), ALL
+        yield replace(scatter, real=m - 75), ALL
         yield replace(scatter, shard=(3, m), dim=1, ns=(256, 256)), ALL
+        yield replace(scatter, shard=(3, m), dim=1, ns=(256, 256), real=m // 3), ALL
         yield replace(scatter, shard=(5, m), dim=1, ns=(256, 256)), NOT_DECOMPOSED
         by_row = {"dtype": FP8, "scales": "row"}
         yield replace(gather, **by_row, travels=True), ALL
@@ -70,6 +72,7 @@ def stressed(world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
         yield replace(gather, **by_row, travels=True, shard=(3, 50), dim=1, fast=False), ALL
         yield replace(gather, dtype=FP8, scales="tensor", along=True, ns=(256, 64)), ALL
         yield replace(scatter, **by_row), ALL
+        yield replace(scatter, **by_row, real=m - 75), ALL
         deep = {"k": 14 * 128, **by_row}  # more steps over K than stages of a GEMM, twice
         yield replace(gather, **deep, travels=True), ALL
         yield replace(scatter, **deep), ALL
