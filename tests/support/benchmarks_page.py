@@ -8,6 +8,7 @@ command of each run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -118,17 +119,17 @@ CALLS = (
 SUMS = "asynctp bench --ops all_reduce --all --rounds 3 --shapes …"
 FEW_SUMS = Run("2×H200", "2.11", "27a1eb3", DAY_2, ("all-reduce.txt",), SUMS)
 MANY_SUMS = Run("4×H100", "2.11", "482ac61", "2026-11-27-h100x4", ("all-reduce-shared.txt",), SUMS)
-GEMM = Run("1×H100", "2.11", "01f3971", "2026-11-25-h100x1", ("gemm.jsonl",), "python tests/gpu/gemm.py")
+GEMM = Run("1×H200", "2.11", "e1364aa", "2026-11-30-h200x1", ("gemm.jsonl",), "python tests/gpu/gemm.py")
 FEW_ROWS = Run(
     "1×H200", "2.11", "after 36ed580 and deac048", "2026-11-29-h200x1", ("invariant.jsonl", "invariant-cublaslt.jsonl"),
     "python tests/gpu/few_rows.py",
 )  # fmt: skip
 HOST = Run(
-    "2 ranks on 1×H200", "2.11", "after deac048", "2026-11-29-h200x1", ("host.jsonl", "host-direct.jsonl"),
+    "2 ranks on 1×H200", "2.11", "e1364aa", "2026-11-30-h200x1", ("host.jsonl",),
     "torchrun --nproc_per_node=2 tests/gpu/host.py",
 )  # fmt: skip
 HOST_OF_STEPS = Run(
-    "4 ranks on 1×H200", "2.11", "after 75385c9", "2026-11-30-h200x1", ("step.jsonl",),
+    "4 ranks on 1×H200", "2.11", "e1364aa", "2026-11-30-h200x1", ("step.jsonl",),
     "torchrun --nproc_per_node=4 tests/gpu/step.py",
 )  # fmt: skip
 PEAKS = Run(
@@ -402,18 +403,22 @@ def all_reduces() -> str:
 
 # --- one kernel, one call --------------------------------------------------------------------------------------------
 def gemm() -> str:
-    """cuBLAS's time over the GEMM's, by kind: least and greatest."""
+    """cuBLAS's time over the GEMM's, by op and kind: least and greatest, and the geometric mean of all."""
     found: dict[str, dict[int, list[float]]] = {}
     for line in GEMM.lines():
         if "case" in line:
-            _, kind, rows, *_ = line["case"].split()
-            found.setdefault(kind, {}).setdefault(int(rows), []).append(line["cublas"] / line["gemm"])
+            op, kind, rows, *_ = line["case"].split()
+            found.setdefault(f"{op}, {KINDS[kind]}", {}).setdefault(int(rows), []).append(line["cublas"] / line["gemm"])
     rows = sorted({m for by_rows in found.values() for m in by_rows})
     lines = [
-        [KINDS[kind], *(f"{min(by_rows[m]):.2f}–{max(by_rows[m]):.2f}" for m in rows)]
-        for kind, by_rows in found.items()
+        [
+            name,
+            *(f"{min(by_rows[m]):.2f}–{max(by_rows[m]):.2f}" for m in rows),
+            f"{statistics.geometric_mean(itertools.chain(*by_rows.values())):.3f}",
+        ]
+        for name, by_rows in found.items()
     ]
-    return heads(GEMM) + table(["M", *map(str, rows)], lines)
+    return heads(GEMM) + table(["M", *map(str, rows), "mean"], lines)
 
 
 def few_rows() -> str:
