@@ -359,6 +359,22 @@ def test_what_is_in_flight_in_a_capture_concerns_no_other(here: Machine) -> None
     assert here.of(Awaited) == []
 
 
+def test_captures_take_over_no_event_of_what_is_in_flight(here: Machine) -> None:
+    """However many calls they have; the driver refuses to wait for such an event elsewhere (`Machine.do`)."""
+    shard = tensor(256, 64)
+    plan = gather_plan(here, shard)
+    bulk = plan.start_bulk(shard)
+    here.capturing = 7
+    for _ in range(FLIGHTS):
+        plan.start_bulk(shard)
+    here.capturing = 0
+    here.log.clear()
+    moves.wait_for(bulk)
+    here.memory.begin(MAIN)
+    here.memory.land(MAIN)
+    assert here.of(Awaited) == [Awaited(MAIN, bulk.done)] * 2
+
+
 # --- through the package's entry points ------------------------------------------------------------------------------
 def unchecked() -> None:
     """The arguments are right."""

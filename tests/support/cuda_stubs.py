@@ -277,6 +277,7 @@ class Machine:
         }
         self.of_c = DriverOfC(self.functions.__getitem__)
         self._events = 0
+        self._recorded: dict[int, int] = {}  # events, and the capture that they were recorded in; -1: of a plan's graph
         self._streams = iter([COPY, REDUCE])
 
     # what replaces the driver
@@ -339,6 +340,7 @@ class Machine:
         if isinstance(entry, Waited):
             entry = replace(entry, found=ctypes.c_int32.from_address(entry.address).value)
         self.log.append(entry)
+        self._check_captures(entry)
         if self.dry:
             return
         if isinstance(entry, Copied):
@@ -350,6 +352,14 @@ class Machine:
             self.kernels.get(entry.prepared.name, lambda _: None)(entry)
         elif isinstance(entry, Multiplied):
             entry.made(entry.stream, *entry.values)
+
+    def _check_captures(self, entry: Entry) -> None:
+        """An event that a capture has recorded stands for nothing outside of it, nor one from outside in a capture."""
+        capture = -1 if self.dry else self.capturing
+        if isinstance(entry, Recorded):
+            self._recorded[entry.event] = capture
+        elif isinstance(entry, Awaited) and not entry.at_launch:
+            assert self._recorded.get(entry.event, capture) == capture, f"an event of another capture: {entry}"
 
     def note_beside(self, made: Any, values: tuple[int, ...]) -> bool:
         """Stand in for `driver.note_beside`."""

@@ -197,7 +197,10 @@ class GroupMemory:
         self.flown = driver.new_event()  # of what was last left in flight
         self.in_graph = False  # what is enqueued now becomes the graph of a plan (`edited`)
         self.number = next(_numbers)
-        self.flights = itertools.cycle([driver.new_event() for _ in range(FLIGHTS)])
+        # events of results in flight; what a capture has recorded, nothing outside of it can wait for
+        self.flights, self.flights_captured = (
+            itertools.cycle([driver.new_event() for _ in range(FLIGHTS)]) for _ in range(2)
+        )
         # the end of the last gather that was left in flight, and in which capture: an event that no capture takes over
         self.gathers = {captured: (driver.new_event(), -1) for captured in (False, True)}
         self.capture = 0  # of the call under way; 0 for none
@@ -265,7 +268,7 @@ class GroupMemory:
 
         Calls of other groups begin after it (see `begin`), those of this group follow it on the copy stream.
         """
-        event = next(self.flights)
+        event = next(self.flights_captured if self.capture else self.flights)
         driver.record_event(event, self.stream)
         if not self.capture:  # a graph of the program's is not launched while anything is in flight
             driver.record_event(self.flown, self.stream)
