@@ -355,6 +355,36 @@ def test_a_call_whose_turn_another_thread_has_waits_for_it(in_c: Machine) -> Non
     assert len(result[0]) == 1
 
 
+def test_memory_is_released_once_a_call_of_another_thread_is_enqueued(
+    in_c: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is over then, too: the GPU is waited for after it. No call begins in between."""
+    call = CALLS["gather"]()
+    with cuda.forced("fused"):
+        one, launches, launched, did = of_c(in_c, call), threading.Event(), threading.Event(), list[str]()
+        launch = in_c.functions["cuGraphLaunch"]
+
+        def slow(*given: Any) -> None:
+            launches.set()
+            launched.wait(10)
+            launch(*given)
+            did.append("launched")
+
+        in_c.functions["cuGraphLaunch"] = slow
+        monkeypatch.setattr(driver, "synchronize", lambda device: did.append("waited"))
+        made = threading.Thread(target=lambda: one(*operands(call)))
+        released = threading.Thread(target=cuda.release, args=[in_c.group])
+        made.start()
+        assert launches.wait(10)
+        released.start()
+        released.join(0.2)
+        launched.set()
+        made.join()
+        released.join()
+        assert did == ["launched", "waited"]
+        assert one(*operands(call)) is None
+
+
 @pytest.mark.parametrize("kind", ["gather", "left in flight", "waited for at once"])
 @pytest.mark.parametrize("stream", ["the same", "another"])
 @pytest.mark.parametrize("flying", ["nothing", "own", "another group's"])

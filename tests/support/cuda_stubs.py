@@ -573,7 +573,7 @@ def machine(
         direct: {"prepare": here.prepare},
         sequential: {"gather_into": here.gather_into, "scatter_into": here.scatter_into},
         torch.cuda: {
-            "current_stream": lambda: SimpleNamespace(cuda_stream=here.current_stream),
+            "current_stream": lambda device: SimpleNamespace(cuda_stream=here.current_stream),  # never any device's
             "set_device": lambda device: None,
             "get_device_properties": lambda index: properties,
             "synchronize": lambda *_: None,

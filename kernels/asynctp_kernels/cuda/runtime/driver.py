@@ -453,8 +453,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def record_stream(tensor: torch.Tensor) -> None:
-    """`tensor` is used on the current stream: its memory is not given to others before that is done."""
-    tensor.record_stream(torch.cuda.current_stream())
+    """`tensor` is used on its GPU's current stream: its memory is not given to others before that is done."""
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def outside_pools(device: torch.device, make: Callable[[], T], stop: Callable[[BaseException], None]) -> T:

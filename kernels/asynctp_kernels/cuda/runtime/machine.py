@@ -91,7 +91,7 @@ class Driver(Protocol):
         """Wait until everything on `device` is done."""
 
     def record_stream(self, tensor: torch.Tensor) -> None:
-        """`tensor` is used on the current stream: its memory is not given to others before that is done."""
+        """`tensor` is used on its GPU's current stream: its memory is not given to others before that is done."""
 
     def outside_pools(self, device: torch.device, make: Callable[[], T], stop: Callable[[BaseException], None]) -> T:
         """`make()`, in no memory pool of the program. stop: lets it end, should this thread be interrupted."""

@@ -628,8 +628,9 @@ def release(group: ProcessGroup) -> None:
     found = _groups.pop(group, None)
     _failed.pop(group, None)
     if found is not None:
-        driver.synchronize(found.device)
-        found.failure, found.released = "it was released", True
+        with found.turn:  # another thread may be making a call, which is over before its memory goes
+            driver.synchronize(found.device)
+            found.failure, found.released = "it was released", True
         found.forget_plans()
 
 
