@@ -70,13 +70,20 @@ def bind(version: int, text: str) -> Callable[..., Any]:
     """Give the object that a line of generated code calls, for the version and the text that the code has.
 
     Of another version it calls the op each time, and a warning says so.
+
+    Raises:
+        ValueError: The text is damaged, or is none of asynctp's.
     """
-    op, constants, tensors, sized = ast.literal_eval(text)
-    constants = {name: _value(constant) for name, constant in constants.items()}
-    if version == VERSION and op == "wait":
-        return WaitSite(bool(sized))
-    if version == VERSION:
-        return SizedCallSite(op, constants, tensors) if sized else CallSite(op, constants, tensors)
+    try:
+        op, constants, tensors, sized = ast.literal_eval(text)
+        constants = {name: _value(constant) for name, constant in constants.items()}
+        if version == VERSION:
+            return _site(op, constants, tensors, sized)
+    except Exception as error:
+        raise ValueError(
+            f"asynctp: generated code has the text {text!r} of version {version}, which says no call "
+            f"({type(error).__name__}: {error}). Remedy: empty Inductor's caches (TORCHINDUCTOR_CACHE_DIR)"
+        ) from error
     log.warning(
         "asynctp: code that another version of asynctp has generated calls %s, which takes the host longer. Remedy: "
         "empty Inductor's caches (TORCHINDUCTOR_CACHE_DIR), or run that version",
@@ -89,6 +96,15 @@ def bind(version: int, text: str) -> Callable[..., Any]:
         return getattr(torch.ops.asynctp, op)(**values)
 
     return call
+
+
+def _site(op: str, constants: dict[str, Any], tensors: tuple[str, ...], sized: bool) -> Callable[..., Any]:
+    if op == "wait":
+        return WaitSite(bool(sized))
+    unknown = {*constants, *tensors} - {*(SIGNATURES | COLLECTIVES)[op].names}
+    if unknown:
+        raise ValueError(f"{op} has no {', '.join(sorted(unknown))}")
+    return SizedCallSite(op, constants, tensors) if sized else CallSite(op, constants, tensors)
 
 
 def _value(constant: Any) -> Any:

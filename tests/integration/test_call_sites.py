@@ -343,6 +343,22 @@ def test_code_of_another_version_calls_the_op_and_warns(
     assert called == [{**constants, "a_shard": "shard", "bs": ["b"], "biases": [None]}]
 
 
+@pytest.mark.parametrize("version", [call_sites.VERSION, call_sites.VERSION + 1])
+def test_a_damaged_text_is_refused(version: int) -> None:
+    """Wherever it ends, and where it is another program's."""
+    text = TEXT % False
+    for damaged in (*(text[:end] for end in range(len(text))), "('all_gather_matmul', {})", "print(1)"):
+        with pytest.raises(ValueError, match=r"says no call .*Remedy: empty Inductor's caches") as told:
+            call_sites.bind(version, damaged)
+        assert f"has the text {damaged!r} of version {version}" in str(told.value)
+
+
+@pytest.mark.parametrize(("known", "unknown"), [("all_gather_matmul", "gone"), ("group_size", "world"), ("bs", "cs")])
+def test_a_text_of_other_ops_or_arguments_is_refused(known: str, unknown: str) -> None:
+    with pytest.raises(ValueError, match=rf"says no call \(.*{unknown}.*\)\. Remedy"):
+        call_sites.bind(call_sites.VERSION, (TEXT % False).replace(known, unknown))
+
+
 def test_dtypes_are_constants() -> None:
     assert call_sites._value(("dtype", "bfloat16")) is torch.bfloat16
     assert call_sites._value([2.0, 0.5]) == [2.0, 0.5]

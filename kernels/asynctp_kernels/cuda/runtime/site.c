@@ -6,7 +6,7 @@
           the same in Python for any case: a doubt here costs time, never a wrong call.
    land:  lets the current stream wait for a result that calls have left in flight: `moves.land`.
 
-   The driver's functions are given as pointers. The GIL is released around them, and held for all else. */
+   The driver's functions are given as pointers. The GIL is released around those that enqueue, and held for all else. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
