@@ -388,6 +388,13 @@ MUTATED_IN_BETWEEN = _miss(
     "an in-place operation lies between the collective and the matmul",
     "functionalize the graph first, or move the mutation before or after the chain",
 )
+SEVERAL_STREAMS = _miss(
+    "ATP214",
+    "SEVERAL_STREAMS",
+    "the collective, its wait and the matmul run on several streams of the program. A fused op runs on one, and what "
+    "the wait orders for another would be lost",
+    "run all of them in one torch.cuda.stream context, or outside of any",
+)
 ADDMM_SCALED = _miss(
     "ATP205",
     "ADDMM_SCALED",

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.registry import CollectiveKind
+from asynctp_passes.torch_private import fx_graphs
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class Collective:
     def start(self) -> fx.Node:
         """The op that communicates."""
         return self.call or self.node
+
+    @property
+    def is_on_one_stream(self) -> bool:
+        """True where the program waits on the stream on which it communicates, so that no wait orders two streams."""
+        return len(set(map(fx_graphs.stream_of, self.nodes))) == 1
 
     @property
     def is_unused(self) -> bool:

@@ -39,7 +39,7 @@ from asynctp_passes.planning.cost_model import bytes_of
 from asynctp_passes.planning.deviations import Words
 from asynctp_passes.planning.legality import SMALL_BYTES, Context
 from asynctp_passes.planning.overlap import order_beside
-from asynctp_passes.torch_private import symbolic_sizes
+from asynctp_passes.torch_private import fx_graphs, symbolic_sizes
 
 _GROUP_OF_MESH = "_dtensor.mesh_get_process_group.default"
 Key = tuple[object, ...]
@@ -143,6 +143,8 @@ def _eligible(decision: Decision, context: Context) -> bool:
         return False
     if decision.refusal.reason is reasons.RESULT_DROPPED:
         return False
+    if not collective.is_on_one_stream:
+        return False
     if collective.reduce_op not in EXTREMES or not context.config.enrolls(collective.group_key):
         return False
     size, result = bytes_of(collective.input), tensor_of(collective.node)
@@ -155,7 +157,8 @@ def _eligible(decision: Decision, context: Context) -> bool:
 def _key(collective: Collective, context: Context) -> Key:
     """The properties that members of one bucket share."""
     value, segment = value_of(collective.input), context.segments[collective.node]
-    return collective.group_key, collective.reduce_op, value.dtype, value.device, segment
+    stream = fx_graphs.stream_of(collective.node)
+    return collective.group_key, collective.reduce_op, value.dtype, value.device, segment, stream
 
 
 # --- when -------------------------------------------------------------------------------------------------

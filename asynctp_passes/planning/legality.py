@@ -25,7 +25,7 @@ from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.planning.cost_model import bytes_of, cost_of, hoist_pays
 from asynctp_passes.planning.deviations import LOCAL, Words
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.torch_private import symbolic_sizes
+from asynctp_passes.torch_private import fx_graphs, symbolic_sizes
 
 _PLAIN_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
@@ -166,6 +166,8 @@ def can_be_alone(collective: Collective) -> bool:
     reduces = collective.kind in ("reduce_scatter", "all_reduce")
     if value is None or collective.group_size == 1 or not (reduces or collective.kind == "all_gather"):
         return False
+    if not collective.is_on_one_stream:  # a wait for what asynctp made on the op's own stream orders nothing
+        return False
     if mutates(collective.node) or tensor_of(collective.input) is None or (value.dim() == 0 and not reduces):
         return False
     known = symbolic_sizes.is_contiguous(value) or symbolic_sizes.axes_by_stride(value) is not None
@@ -287,6 +289,20 @@ def nothing_mutated_in_between(candidate: Candidate, context: Context) -> Refusa
         return None
     between = (node for node, number in context.segments.items() if first < number <= last and mutates(node))
     return Refusal(reasons.MUTATED_IN_BETWEEN, ", ".join(node.name for node in between))
+
+
+def on_one_stream(candidate: Candidate, context: Context) -> Refusal | None:
+    """A fused op runs on the stream of its collective. It orders nothing for others, as the collective's wait does."""
+    if candidate.chain is None:
+        return None
+    nodes = [*(node for one in candidate.chain.collectives for node in one.nodes), *candidate.nodes]
+    streams: dict[int | None, fx.Node] = {}
+    for node in nodes:
+        streams.setdefault(fx_graphs.stream_of(node), node)
+    if len(streams) == 1:
+        return None
+    told = (f"{node.name} on {'the default' if number is None else number}" for number, node in streams.items())
+    return Refusal(reasons.SEVERAL_STREAMS, ", ".join(told))
 
 
 def passes_nothing_opaque(candidate: Candidate, context: Context) -> Refusal | None:
@@ -514,6 +530,7 @@ CHECKS: tuple[Check, ...] = (
     reduce_op_supported,
     chain_proven,
     nothing_mutated_in_between,
+    on_one_stream,
     passes_nothing_opaque,
     kept_gather_can_move,
     values_known,

@@ -53,6 +53,12 @@ def _layout_of(tensor: Tensor) -> tuple[str, ...]:
     return str(tensor.dtype), str(tensor.device), str(list(tensor.shape)), str(list(tensor.stride()))
 
 
+def stream_of(node: fx.Node) -> int | None:
+    """The stream on which the program runs a node, as torch numbers them; None: the one of the whole graph."""
+    number: int | None = node.meta.get("custom", {}).get("stream")
+    return number
+
+
 class GraphRecord:
     """All of a graph that passes edit, recorded so that it can be put back: the same nodes, with the same values.
 

@@ -162,6 +162,26 @@ def relu_after_the_gather_without_deviations(b: GraphBuilder) -> Node:
     return times(b, b.relu(gathered(b)))
 
 
+def on_stream(node: Node, number: int) -> Node:
+    """The node, as torch notes that the program runs it on one of its streams."""
+    node.meta["custom"] = {"stream": number}
+    return node
+
+
+@row("SEVERAL_STREAMS", "all_gather_into_tensor on 1, wait_tensor on the default")
+def gather_started_on_another_stream(b: GraphBuilder) -> Node:
+    whole = gathered(b)
+    on_stream(whole.args[0], 1)
+    return times(b, whole)
+
+
+@row("SEVERAL_STREAMS", "reduce_scatter_tensor on 2")
+def product_scattered_on_another_stream(b: GraphBuilder) -> Node:
+    scattered = b.scatter(product(b))
+    on_stream(scattered.args[0], 2)
+    return on_stream(scattered, 2)
+
+
 @row("MUTATED_IN_BETWEEN", "copy_")
 def mutation_between(b: GraphBuilder) -> Node:
     whole, w = gathered(b), b.input("w", [8, 12])

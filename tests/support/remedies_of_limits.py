@@ -36,6 +36,19 @@ def sum_used_elsewhere(b: GraphBuilder) -> tuple[Node, Node]:
     return b.relu(out), out
 
 
+@mends(limits.gather_started_on_another_stream)
+def gather_and_matmul_on_no_stream(b: GraphBuilder) -> Node:
+    return times(b, gathered(b))
+
+
+@mends(limits.product_scattered_on_another_stream)
+def matmul_and_scatter_on_one_stream(b: GraphBuilder) -> Node:
+    matmul = limits.on_stream(product(b), 2)
+    scattered = limits.on_stream(b.scatter(matmul), 2)
+    limits.on_stream(scattered.args[0], 2)
+    return scattered
+
+
 @mends(limits.mutation_between)
 def mutation_made_functional(b: GraphBuilder) -> Node:
     whole, w = gathered(b), b.input("w", [8, 12])

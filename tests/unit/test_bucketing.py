@@ -352,8 +352,19 @@ APART: dict[str, Callable[[GraphBuilder], Graph]] = {
     "also used before it is waited for": lambda b: used_early(b),
     "scatters": lambda b: two(b, lambda x: b.scatter(x, "max"), lambda y: b.scatter(y, "max")),
     "used by nothing": lambda b: unused(b),
+    "on another stream": lambda b: two(b, lambda x: all_reduce(b, x), lambda y: on_streams(all_reduce(b, y), 1, 1)),
+    "waited for on another stream": lambda b: two(
+        b, lambda x: on_streams(all_reduce(b, x), 1, 2), lambda y: on_streams(all_reduce(b, y), 1, 2)
+    ),
     "between random numbers": lambda b: random_in_order(b),
 }
+
+
+def on_streams(waited: Node, start: int, wait: int) -> Node:
+    """A reduction that the program starts on one of its streams and waits for on another, as torch notes that."""
+    for node, number in ((waited, wait), (waited.all_input_nodes[0], start)):
+        node.meta["custom"] = {"stream": number}
+    return waited
 
 
 def matmul_between(b: GraphBuilder) -> Graph:
