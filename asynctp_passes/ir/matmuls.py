@@ -7,7 +7,7 @@ tells nothing.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from asynctp_passes.ir.nodes import (
     called_op,
     first_tensor,
     items_of,
+    nodes_in,
     op_name,
     short_name,
     tensor_of,
     traits_of,
     values_of,
+    writes,
 )
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.registry import ADDMM, MatmulOp, can_promise, matmul_op, multiplies, promise_of
@@ -85,26 +87,31 @@ def _described(node: fx.Node) -> MatmulOp | None:
 
 
 def _shaped_as_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The inputs `[..., M, K]` and `[K, N]`, or `[N, K]`, of another library's op that returns `[..., M, N]`.
-
-    Of a Triton kernel, which writes its result into a tensor, that tensor is no operand.
-    """
-    name, kernel = called_name(node), triton_kernels.called_by(node)
-    if not can_promise(name) or (called_op(node) is None and kernel is None) or promise_of(name) == "rowwise":
+    """The inputs `[..., M, K]` and `[K, N]`, or `[N, K]`, of another library's op that returns `[..., M, N]`."""
+    name, calls = called_name(node), called_op(node) is not None or triton_kernels.called_by(node) is not None
+    if not calls or not can_promise(name) or promise_of(name) == "rowwise":
         return None
-    inputs = [(one, value) for one in node.all_input_nodes if (value := tensor_of(one)) is not None]
-    into = triton_kernels.tensors_of(node) if kernel is not None else {}
-    results = node.meta.get("val") if kernel is not None else dict(enumerate(values_of(node)))
-    for place, out in results.items() if isinstance(results, dict) else ():
-        if not isinstance(out, torch.Tensor) or out.dim() < 2 or not out.is_floating_point():
+    for out, into in _results(node):
+        if out.dim() < 2 or not out.is_floating_point():
             continue
-        operands = [(one, value) for one, value in inputs if one is not into.get(place)]
-        found = (
-            (a, b) for a, left in operands for b, right in operands if a is not b and _is_product(left, right, out)
-        )
-        if (pair := next(found, None)) is not None:
-            return pair
+        operands = ((one, tensor_of(one)) for one in node.all_input_nodes if one not in into)
+        inputs = [(one, value) for one, value in operands if value is not None]
+        pairs = ((a, b) for a, left in inputs for b, right in inputs if a is not b and _is_product(left, right, out))
+        if (found := next(pairs, None)) is not None:
+            return found
     return None
+
+
+def _results(node: fx.Node) -> Iterator[tuple[torch.Tensor, list[fx.Node]]]:
+    """The results of a call, each with the inputs that it is written into, which are no operands of it."""
+    value, op = node.meta.get("val"), called_op(node)
+    if triton_kernels.is_call(node):
+        names = value if isinstance(value, dict) else {}
+        yield from ((value[name], nodes_in(triton_kernels.tensors_of(node)[name])) for name in names)
+        return
+    written = [] if op is None or op is node.target else writes(op)
+    into = nodes_in([node.kwargs.get(name) for name in (*written, "_all_bases")])
+    yield from ((one, into) for one in values_of(node))
 
 
 def _is_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> bool:

@@ -195,10 +195,12 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if not torch_ops.is_op(node.target) or not node.target._schema.is_mutable:
         return node.all_input_nodes if mutates(node) else []
     values = arguments(node)
-    written = [
-        one.name for one in node.target._schema.arguments if one.alias_info is not None and one.alias_info.is_write
-    ]
-    return nodes_in([values[name] for name in written])
+    return nodes_in([values[name] for name in writes(node.target)])
+
+
+def writes(op: torch._ops.OpOverload) -> list[str]:
+    """The names of the arguments that an op writes to."""
+    return [one.name for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
 
 
 def nodes_in(values: Any) -> list[fx.Node]:

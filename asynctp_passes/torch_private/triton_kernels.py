@@ -14,9 +14,14 @@ NAMESPACE = "triton"
 _WRAPPERS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 
 
+def is_call(node: fx.Node) -> bool:
+    """True for a node that calls a kernel."""
+    return getattr(node.target, "__name__", None) in _WRAPPERS
+
+
 def called_by(node: fx.Node) -> Any:
     """The kernel that a node calls, as Triton compiles it; None for other nodes, and for a kernel that is not kept."""
-    if getattr(node.target, "__name__", None) not in _WRAPPERS:
+    if not is_call(node):
         return None
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
