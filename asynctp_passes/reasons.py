@@ -316,7 +316,7 @@ MATMUL_NOT_UNDERSTOOD = _miss(
     "ATP115",
     "MATMUL_NOT_UNDERSTOOD",
     "the matmul is of a form that asynctp does not rewrite (a weight for each batch, grouped, an op it does not know)",
-    "use torch.nn.functional.linear or scaled_mm with one weight. Describe a custom op with "
+    "use torch.nn.functional.linear or scaled_mm with one weight. Describe a custom op, or a Triton kernel, with "
     "asynctp_passes.register_matmul. Freeze without packing: set torch._inductor.config.cpp.weight_prepack = False "
     "before the first compile that freezes. Nothing to do for attention's own matmuls",
 )

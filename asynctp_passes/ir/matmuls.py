@@ -105,9 +105,9 @@ def _shaped_as_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _results(node: fx.Node) -> Iterator[tuple[torch.Tensor, list[fx.Node]]]:
     """The results of a call, each with the inputs that it is written into, which are no operands of it."""
     value, op = node.meta.get("val"), called_op(node)
-    if triton_kernels.is_call(node):
-        names = value if isinstance(value, dict) else {}
-        yield from ((value[name], nodes_in(triton_kernels.tensors_of(node)[name])) for name in names)
+    if triton_kernels.called_by(node) is not None:
+        results: dict[str, torch.Tensor] = value if isinstance(value, dict) else {}
+        yield from ((one, nodes_in(triton_kernels.tensors_of(node)[name])) for name, one in results.items())
         return
     written = [] if op is None or op is node.target else writes(op)
     into = nodes_in([node.kwargs.get(name) for name in (*written, "_all_bases")])

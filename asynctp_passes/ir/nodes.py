@@ -198,7 +198,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return nodes_in([values[name] for name in writes(node.target)])
 
 
-def writes(op: torch._ops.OpOverload) -> list[str]:
+def writes(op: Any) -> list[str]:
     """The names of the arguments that an op writes to."""
     return [one.name for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
 

@@ -153,7 +153,7 @@ def _passes(node: fx.Node) -> bool:
 def _is_unknown(node: fx.Node) -> bool:
     """True for an op of another library that is in no table and not registered, and for a user's Triton kernel."""
     name = called_name(node)
-    if called_op(node) is None and not triton_kernels.is_call(node):
+    if called_op(node) is None and triton_kernels.called_by(node) is None:
         return False
     return can_promise(name) and promise_of(name) is None and not normalizes(name)
 
@@ -280,7 +280,7 @@ def is_registered_rowwise(node: fx.Node) -> bool:
 def known_rowwise(node: fx.Node) -> str:
     """The words for a row-wise operation that a node is not known to be, with the line that would register it."""
     name = called_name(node)
-    if triton_kernels.is_call(node):
+    if triton_kernels.called_by(node) is not None:
         op = "put its call into an op (torch.library.custom_op), and register_rowwise that"
         return f'known to be row-wise: if it is, {op}; else register_local("{schema_name(name)}")'
     if not torch_ops.is_op(node.target) or not can_promise(name):

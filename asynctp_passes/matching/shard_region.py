@@ -368,7 +368,7 @@ def _not_pure(node: fx.Node) -> Refusal | None:
     """Why an op on parts, done by any rank at any time, need not give a part of the same tensor."""
     if "val" not in node.meta:
         return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
-    if triton_kernels.is_call(node):
+    if triton_kernels.called_by(node) is not None:
         return Refusal(reasons.COMPUTED_BETWEEN, f"not {near_miss.known_rowwise(node)}")
     if not torch_ops.is_op(node.target) or mutates(node):
         return Refusal(reasons.COMPUTED_BETWEEN, "not a pure operation")

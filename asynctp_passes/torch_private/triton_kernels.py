@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -14,22 +14,17 @@ NAMESPACE = "triton"
 _WRAPPERS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 
 
-def is_call(node: fx.Node) -> bool:
-    """True for a node that calls a kernel."""
-    return getattr(node.target, "__name__", None) in _WRAPPERS
-
-
 def called_by(node: fx.Node) -> Any:
-    """The kernel that a node calls, as Triton compiles it; None for other nodes, and for a kernel that is not kept."""
-    if not is_call(node):
+    """The kernel that a node calls, as Triton compiles it; None for other nodes."""
+    if getattr(node.target, "__name__", None) not in _WRAPPERS:
         return None
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     return compiled(kernel_side_table.id_to_kernel.get(node.kwargs.get("kernel_idx")))  # type: ignore[arg-type]
 
 
-def tensors_of(node: fx.Node) -> Mapping[str, Any]:
-    """The arguments of a call of a kernel that are in the graph, by their names: tensors, and sizes that are symbols."""
+def tensors_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a kernel that are in the graph, by their names: tensors, and sizes that are symbols."""
     values: Any = node.kwargs["kwargs"]
     return dict(values)
 

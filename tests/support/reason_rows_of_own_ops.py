@@ -101,17 +101,6 @@ def own_op_that_writes(b: GraphBuilder) -> Node:
     return b.all_reduce(b.call(getitem, call, 1))
 
 
-@row("COMPUTED_BETWEEN", "mm -> triton_kernel_wrapper_functional -> getitem")
-def triton_kernel_of_the_program(b: GraphBuilder) -> Node:
-    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
-
-    x, out = product(b), b.call(aten.empty.memory_format, [16, 12])
-    arguments = {"kernel_idx": 0, "constant_args_idx": 0, "kwargs": {"x": x, "out": out}, "tensors_to_clone": ["out"]}
-    call = b.graph.call_function(triton_kernel_wrapper_functional, (), arguments)
-    call.meta["val"] = {"out": out.meta["val"]}
-    return b.all_reduce(b.call_like(out.meta["val"], getitem, call, "out"))
-
-
 # --- look-alikes: the op is none that something was computed in between ---------------------------------------------
 def of_own_op(name: str, shape: tuple[int, ...] = (16, 12), dtype: Any = None) -> Callable[[GraphBuilder], Node]:
     def build(b: GraphBuilder) -> Node:
