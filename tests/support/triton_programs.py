@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
+import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
