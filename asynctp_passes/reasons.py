@@ -508,7 +508,7 @@ NOT_BATCH_INVARIANT = _miss(
     "rows are to have the same bits whatever their number, and no kernel promises that for this chain",
     "use bfloat16, float16, or fp8 with tensorwise or rowwise scales, on H100 or H200, in groups of 2 to 8 ranks. Rows "
     "of both operands and of results must be multiples of 16 bytes. Where bits may depend on the number of rows, set "
-    'invariant="off", and torch._inductor.config.batch_invariant = False',
+    'invariant="off"',
 )
 
 # --- 4xx cost ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 
 The first fuses. The second notes the order of the program's collectives for it. Options of `Config` come from
 `ASYNCTP_*` variables of the process that reads vLLM's configuration; they travel with it to all workers. So does
-`invariant="batch"`, where `VLLM_BATCH_INVARIANT` is set there.
+`invariant="batch"`, where `VLLM_BATCH_INVARIANT` is set there, and `ASYNCTP_INVARIANT` is not.
 """
 
 from __future__ import annotations
@@ -170,9 +170,10 @@ def _taken(graph: fx.Graph) -> str:
 
 
 def _config() -> Config:
-    """The environment's configuration, batch-invariant where vLLM is to be."""
+    """The environment's configuration, batch-invariant where vLLM is to be, unless it says otherwise."""
     config = Config.given(None)
-    return dataclasses.replace(config, invariant="batch") if getattr(envs, "VLLM_BATCH_INVARIANT", False) else config
+    obeys = config.invariant == "auto" and getattr(envs, "VLLM_BATCH_INVARIANT", False)
+    return dataclasses.replace(config, invariant="batch") if obeys else config
 
 
 asynctp = _Fuse(AsyncTPPass(_config()))

@@ -205,6 +205,12 @@ def test_vllms_own_switch_is_obeyed(vllm: Vllm) -> None:
     (report,) = asynctp_passes.reports()
     assert [note.kind for note in report.notes] == ["bits"]
     del sys.modules["asynctp_passes.vllm"]
+    assert vllm.look_up(FUSE)._ours.config.invariant == "auto"
+
+
+def test_vllms_own_switch_gives_way_to_the_option(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    monkeypatch.setenv("ASYNCTP_INVARIANT", "off")
     assert vllm.look_up(FUSE)._ours.config.invariant == "off"
 
 
