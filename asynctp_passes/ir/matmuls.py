@@ -7,7 +7,7 @@ tells nothing.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -163,6 +163,9 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     values, result = arguments(node), _result(node, op)
     if isinstance(result, Refusal):
         return result
+    if triton_kernels.called_by(node) is not None and (others := _not_described(op, values)):
+        facts = f"{name} {node.name} takes {', '.join(others)} too, which register_matmul was told nothing about"
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
     a, right, out = tensor_of(values.get(op.a)), tensor_of(values.get(op.b)), tensor_of(result)
     if a is None or right is None or out is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
@@ -179,14 +182,23 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     return Matmul(result, values[op.a], b, bias, scaled, b_transposed, None if result is node else node)
 
 
+def _not_described(op: MatmulOp, values: Mapping[str, Any]) -> list[str]:
+    """The names of the tensors among a matmul's arguments that have no role in it."""
+    roles = (op.a, op.b, op.bias, op.a_scale, op.b_scale, op.out)
+    return [name for name, value in values.items() if tensor_of(value) is not None and name not in roles]
+
+
 def _line_of_kernel(node: fx.Node) -> str:
     """The line that registers a Triton kernel of which only the shapes tell that it multiplies; else empty."""
     kernel, shaped = triton_kernels.called_by(node), _shaped_as_operands(node)
     if kernel is None or shaped is None:
         return ""
-    names = {value: name for name, value in arguments(node).items() if isinstance(value, fx.Node)}
+    names = {value: name for name, value in arguments(node).items() if tensor_of(value) is not None}
+    a, b = (names[operand] for operand in shaped)
     outs = ", ".join(f'out="{name}"' for name in node.meta["val"])
-    line = f'register_matmul({kernel.__name__}, a="{names[shaped[0]]}", b="{names[shaped[1]]}", {outs})'
+    others = [name for name in names.values() if name not in (a, b, *node.meta["val"])]
+    line = f'register_matmul({kernel.__name__}, a="{a}", b="{b}", {outs})'
+    line += f", and what of a bias and scales {', '.join(others)} is" if others else ""
     return f", a Triton kernel with the shapes of one: if it computes a @ b, and nothing else, {line}"
 
 
