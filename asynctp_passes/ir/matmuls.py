@@ -19,6 +19,7 @@ from asynctp_passes.ir.nodes import (
     arguments,
     called_name,
     called_op,
+    filling_of,
     first_tensor,
     items_of,
     nodes_in,
@@ -163,9 +164,8 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     values, result = arguments(node), _result(node, op)
     if isinstance(result, Refusal):
         return result
-    if triton_kernels.called_by(node) is not None and (others := _not_described(op, values)):
-        facts = f"{name} {node.name} takes {', '.join(others)} too, which register_matmul was told nothing about"
-        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
+    if triton_kernels.called_by(node) is not None and (more := _computes_more(op, values)):
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name} {more}")
     a, right, out = tensor_of(values.get(op.a)), tensor_of(values.get(op.b)), tensor_of(result)
     if a is None or right is None or out is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
@@ -182,10 +182,18 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     return Matmul(result, values[op.a], b, bias, scaled, b_transposed, None if result is node else node)
 
 
-def _not_described(op: MatmulOp, values: Mapping[str, Any]) -> list[str]:
-    """The names of the tensors among a matmul's arguments that have no role in it."""
-    roles = (op.a, op.b, op.bias, op.a_scale, op.b_scale, op.out)
-    return [name for name, value in values.items() if tensor_of(value) is not None and name not in roles]
+def _computes_more(op: MatmulOp, values: Mapping[str, Any]) -> str:
+    """Why a registered Triton kernel may compute more in a call than was described, in words; else empty.
+
+    What is added to nothing, or to zeros, is the matmul.
+    """
+    roles, into = (op.a, op.b, op.bias, op.a_scale, op.b_scale, op.out), values.get(op.out or "")
+    others = [name for name, value in values.items() if tensor_of(value) is not None and name not in roles]
+    if others:
+        return f"takes {', '.join(others)} too, which register_matmul was told nothing about"
+    if isinstance(into, fx.Node) and not traits_of(into).undefined and filling_of(into) != 0:
+        return f"may add to {into.name}: let it write into a tensor of torch.empty or torch.zeros"
+    return ""
 
 
 def _line_of_kernel(node: fx.Node) -> str:

@@ -78,8 +78,8 @@ class MatmulOp:
 
     The op promises to compute `a[..., M, K] @ b[..., K, N] (+ bias[N])` in a fresh contiguous tensor, after
     multiplying `a` and `b` by their scales, if it has such: float32, one number each, or one a row of `a` and one a
-    column of `b`. An op that writes its result into an argument (`out`) reads nothing of what was there. So does a
-    Triton kernel, whatever its other arguments are: the program gives it the strides of these tensors.
+    column of `b`. An op that writes its result into an argument (`out`) reads nothing of what was there. A Triton
+    kernel may add to that, and computes so whatever numbers it is given, as the strides of these tensors.
 
     Attributes:
         a, b: The operands.

@@ -291,7 +291,7 @@ def known_rowwise(node: fx.Node) -> str:
 
 def unknown(nodes: Sequence[fx.Node]) -> str:
     """The unknown ops along a way, with the line that registers each as local; empty without any."""
-    ops = dict.fromkeys(called_name(node) for node in nodes if _is_unknown(node))
+    ops = dict.fromkeys(called_name(node) for node in nodes if _is_unknown(node) and not is_matmul(node))
     told = (f'nothing is known of {name}: register_local("{schema_name(name)}"), if it mixes rows' for name in ops)
     return "".join(f"; {one}" for one in told)
 

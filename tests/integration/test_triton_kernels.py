@@ -14,6 +14,8 @@ from passes import outcomes, run_pass
 from ranks import imagined_ranks
 from torch import Tensor, fx
 from triton_programs import (
+    add_matmul,
+    added_to,
     doubled,
     gate,
     graph_of,
@@ -177,6 +179,26 @@ def test_what_a_registered_kernel_writes_besides_keeps_it(registered: list[Any])
     assert "writes in place, or into more or less than one tensor" in remark.message
     (remark,) = reported(lambda x, w: summed(matmul_and_sums(x, w)[0]), *inputs)
     assert "takes sums_ptr too, which register_matmul was told nothing about" in remark.message
+
+
+ADDED_TO: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "zeros": (lambda x, w, y: summed(add_matmul(x.new_zeros(16, 48), x, w)), "F"),
+    "a copy": (lambda x, w, y: summed(add_matmul(y.clone(), x, w)), "ATP115"),
+    "another matmul": (lambda x, w, y: summed(add_matmul(x @ w, x, w)), "ATP115"),
+    "an input": (lambda x, w, y: summed(add_matmul(y, x, w)), "ATP115"),
+    "ones": (lambda x, w, y: summed(add_matmul(x.new_ones(16, 48), x, w)), "ATP115"),
+}
+
+
+@pytest.mark.parametrize("case", ADDED_TO)
+def test_a_kernel_that_may_add_to_something_is_no_matmul(case: str, registered: list[Any]) -> None:
+    register_matmul(added_to, a="a_ptr", b="b_ptr", out="c_ptr")
+    registered.append(added_to)
+    program, code = ADDED_TO[case]
+    report = run_pass(graph_of(program, torch.randn(16, 32), torch.randn(32, 48), torch.randn(16, 48)).graph)
+    assert outcomes(report) == [code]
+    told = "let it write into a tensor of torch.empty or torch.zeros" in report.remarks[0].message
+    assert told == (code != "F")
 
 
 def test_a_result_in_a_part_of_a_tensor_is_not_the_tensor(registered: list[Any]) -> None:
