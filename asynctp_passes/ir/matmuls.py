@@ -107,8 +107,9 @@ def _results(node: fx.Node) -> Iterator[tuple[torch.Tensor, list[fx.Node]]]:
     """The results of a call, each with the inputs that it is written into, which are no operands of it."""
     value, op = node.meta.get("val"), called_op(node)
     if triton_kernels.called_by(node) is not None:
-        results: dict[str, torch.Tensor] = value if isinstance(value, dict) else {}
-        yield from ((one, nodes_in(triton_kernels.tensors_of(node)[name])) for name, one in results.items())
+        for user in node.users:  # of what a kernel may write to, it writes to what is used
+            if op_name(user) == "getitem" and (one := tensor_of(user)) is not None:
+                yield one, nodes_in(triton_kernels.tensors_of(node).get(str(user.args[1])))
         return
     written = [] if op is None or op is node.target else writes(op)
     into = nodes_in([node.kwargs.get(name) for name in (*written, "_all_bases")])
@@ -203,9 +204,11 @@ def _line_of_kernel(node: fx.Node) -> str:
         return ""
     names = {value: name for name, value in arguments(node).items() if tensor_of(value) is not None}
     a, b = (names[operand] for operand in shaped)
-    outs = ", ".join(f'out="{name}"' for name in node.meta["val"])
-    others = [name for name in names.values() if name not in (a, b, *node.meta["val"])]
-    line = f'register_matmul({kernel.__name__}, a="{a}", b="{b}", {outs})'
+    outs = sorted({str(user.args[1]) for user in node.users if op_name(user) == "getitem"})
+    if len(outs) > 1:
+        return f", a Triton kernel with the shapes of one, which may write to {', '.join(outs)}"
+    others = [name for name in names.values() if name not in (a, b, *outs)]
+    line = f'register_matmul({kernel.__name__}, a="{a}", b="{b}", out="{outs[0]}")'
     line += f", and what of a bias and scales {', '.join(others)} is" if others else ""
     return f", a Triton kernel with the shapes of one: if it computes a @ b, and nothing else, {line}"
 

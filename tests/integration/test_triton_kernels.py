@@ -13,6 +13,7 @@ import torch.distributed._functional_collectives as collectives
 from passes import outcomes, run_pass
 from ranks import imagined_ranks
 from torch import Tensor, fx
+from torch._higher_order_ops import triton_kernel_wrap
 from triton_programs import (
     add_matmul,
     added_to,
@@ -179,6 +180,27 @@ def test_what_a_registered_kernel_writes_besides_keeps_it(registered: list[Any])
     assert "writes in place, or into more or less than one tensor" in remark.message
     (remark,) = reported(lambda x, w: summed(matmul_and_sums(x, w)[0]), *inputs)
     assert "takes sums_ptr too, which register_matmul was told nothing about" in remark.message
+
+
+def test_where_torch_does_not_find_out_what_a_kernel_writes(
+    registered: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor counts as written to. What is used of them tells; inputs are all returned as changed."""
+    monkeypatch.setattr(
+        triton_kernel_wrap,
+        "get_mutated_tensors",
+        lambda kernel, constants, kwargs, descriptors: [key for key, one in kwargs.items() if torch.is_tensor(one)],
+    )
+    inputs = torch.randn(16, 32), torch.randn(32, 48)
+    (remark,) = reported(lambda x, w: summed(matmul(x, w)), *inputs)
+    assert "with the shapes of one, which may write to a_ptr, b_ptr, c_ptr" in remark.message
+    (remark,) = reported(lambda x, w: summed(matmul(x + 1, w + 1)), *inputs)
+    assert LINE in remark.message
+    register(registered)
+    (remark,) = reported(lambda x, w: summed(matmul(x, w)), *inputs)
+    assert "writes in place, or into more or less than one tensor" in remark.message
+    (remark,) = reported(lambda x, w: summed(matmul(x + 1, w + 1)), *inputs)
+    assert remark.outcome == "FUSED"
 
 
 ADDED_TO: dict[str, tuple[Callable[..., Tensor], str]] = {
