@@ -105,12 +105,12 @@ def _shaped_as_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def _results(node: fx.Node) -> Iterator[tuple[torch.Tensor, list[fx.Node]]]:
     """The results of a call, each with the inputs that it is written into, which are no operands of it."""
-    value, op = node.meta.get("val"), called_op(node)
     if triton_kernels.called_by(node) is not None:
         for user in node.users:  # of what a kernel may write to, it writes to what is used
             if op_name(user) == "getitem" and (one := tensor_of(user)) is not None:
                 yield one, nodes_in(triton_kernels.tensors_of(node).get(str(user.args[1])))
         return
+    op = called_op(node)
     written = [] if op is None or op is node.target else writes(op)
     into = nodes_in([node.kwargs.get(name) for name in (*written, "_all_bases")])
     yield from ((one, into) for one in values_of(node))

@@ -26,6 +26,7 @@ from triton_programs import (
     matmul_and_sums,
     rows_times_weight,
     rows_times_weight_and_sums,
+    traced_kernels,
     triton,
     twice,
     twice_in_place,
@@ -135,6 +136,18 @@ def test_a_registered_kernel_of_any_number_of_rows_is_fused(chain: str, register
     graph = graph_of(CHAINS[chain], *operands(), dynamic=not expanded).graph
     assert outcomes(run_pass(graph)) == ["F"]
     assert kernels_in(graph) == 0
+
+
+def test_a_registered_kernel_in_code_that_inductor_makes(registered: list[Any]) -> None:
+    """On CPUs, where no kernel of Triton's could be compiled; the second time from its cache."""
+    register(registered)
+    x, w, bias = (tensor.float() for tensor in operands())
+    compiled = torch.compile(CHAINS["all-reduce, bias in the kernel"], backend="asynctp", options={"strict": "all"})
+    for _ in range(2):
+        torch._dynamo.reset()
+        with traced_kernels(), torch.no_grad():
+            found = compiled(x, w, bias)
+        torch.testing.assert_close(found, torch.nn.functional.linear(x, w, bias))
 
 
 def test_a_kernel_between_a_gather_and_a_scatter_is_fused_once(registered: list[Any]) -> None:
