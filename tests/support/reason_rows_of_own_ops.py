@@ -101,6 +101,16 @@ def own_op_that_writes(b: GraphBuilder) -> Node:
     return b.all_reduce(b.call(getitem, call, 1))
 
 
+@row("COMPUTED_BETWEEN", "mm -> write_scaled")
+def own_op_that_writes_half_of_square_rows(b: GraphBuilder) -> Node:
+    """[12, 12] and the [12, 6] that it writes to are no operands of a matmul."""
+    x, out = b.mm(b.input("a", [12, 8]), b.input("b", [8, 12])), b.input("out", [12, 6])
+    arguments = {"out": out, "x": x}
+    call = b.graph.call_function(torch.ops.higher_order.auto_functionalized, (own.write_scaled.default,), arguments)
+    call.meta["val"] = (None, out.meta["val"])
+    return b.all_reduce(b.call(getitem, call, 1))
+
+
 # --- look-alikes: the op is none that something was computed in between ---------------------------------------------
 def of_own_op(name: str, shape: tuple[int, ...] = (16, 12), dtype: Any = None) -> Callable[[GraphBuilder], Node]:
     def build(b: GraphBuilder) -> Node:
