@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 Strict = Literal["off", "zero", "all"]
 Rematerialize = Literal["auto", "always", "never"]
-Invariant = Literal["off", "batch"]
+Invariant = Literal["auto", "off", "batch"]
 _SWITCHES = ("deviate", "direct", "log", "trace")
 _NOT_DECISIVE = ("log", "trace", "report_file", "graph_dir")
 _STRICT_LEVELS = ("off", "zero", "all")
-_INVARIANT_LEVELS = ("off", "batch")
+_INVARIANT_LEVELS = ("auto", "off", "batch")
 _REMATERIALIZE_MODES = ("auto", "always", "never")
 _CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 _ENVIRONMENT_PREFIX = "ASYNCTP_"
@@ -72,8 +72,8 @@ class Config:
             kept. `"always"`: where that can be done. `"auto"`: where it is worth a call, and matmuls overlap it.
             `"never"`: nowhere.
         invariant: `"batch"`: on GPUs a row of a fused chain has the same bits however many rows there are, and wherever
-            it is among them. A chain that cannot promise this is MISSED. `torch._inductor.config.batch_invariant`
-            switches it on, too. `"off"`: the fastest kernel makes each matmul.
+            it is among them. A chain that cannot promise this is MISSED. `"off"`: the fastest kernel makes each
+            matmul. `"auto"`: as Inductor's `batch_invariant` says; the others win over that.
         deviate: Let ranks send something cheaper than the program's collectives do, where all of them can, as one sum
             in place of several. When compiling, ranks ask one another: what one does not do, none does. Without it,
             ranks may compile whatever they like, whenever they like.
@@ -100,7 +100,7 @@ class Config:
     min_flops: int = 0
     skip: Any = ()
     rematerialize: Rematerialize = "auto"
-    invariant: Invariant = "off"
+    invariant: Invariant = "auto"
     deviate: bool = True
     direct: bool = True
     log: bool = True

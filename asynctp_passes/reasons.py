@@ -316,7 +316,7 @@ MATMUL_NOT_UNDERSTOOD = _miss(
     "ATP115",
     "MATMUL_NOT_UNDERSTOOD",
     "the matmul is of a form that asynctp does not rewrite (a weight for each batch, grouped, an op it does not know)",
-    "use torch.nn.functional.linear or scaled_mm with one weight. Describe a custom op with "
+    "use torch.nn.functional.linear or scaled_mm with one weight. Describe a custom op, or a Triton kernel, with "
     "asynctp_passes.register_matmul. Freeze without packing: set torch._inductor.config.cpp.weight_prepack = False "
     "before the first compile that freezes. Nothing to do for attention's own matmuls",
 )
@@ -515,7 +515,7 @@ NOT_BATCH_INVARIANT = _miss(
     "rows are to have the same bits whatever their number, and no kernel promises that for this chain",
     "use bfloat16, float16, or fp8 with tensorwise or rowwise scales, on H100 or H200, in groups of 2 to 8 ranks. Rows "
     "of both operands and of results must be multiples of 16 bytes. Where bits may depend on the number of rows, set "
-    'invariant="off", and torch._inductor.config.batch_invariant = False',
+    'invariant="off"',
 )
 
 # --- 4xx cost ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
 
 The first fuses. The second notes the order of the program's collectives for it. Options of `Config` come from
 `ASYNCTP_*` variables of the process that reads vLLM's configuration; they travel with it to all workers. So does
-`invariant="batch"`, where `VLLM_BATCH_INVARIANT` is set there.
+`invariant="batch"`, where `VLLM_BATCH_INVARIANT` is set there, and `ASYNCTP_INVARIANT` is not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asynctp_passes.config import Config
 from asynctp_passes.errors import StrictError
 from asynctp_passes.ir.nodes import called_name
 from asynctp_passes.ir.registry import register_collective, register_matmul
-from asynctp_passes.torch_private import dynamo, inductor_options, process_groups
+from asynctp_passes.torch_private import dynamo, inductor_options, process_groups, triton_kernels
 
 log = init_logger("vllm.asynctp")  # below vLLM's own logger, which shows what its workers say
 
@@ -39,7 +39,7 @@ _TAKEN = ("flashinfer_trtllm_fused_allreduce_norm", "rocm_aiter_fused_allreduce_
 
 
 def register_ops() -> Mapping[str, str]:
-    """Let asynctp understand vLLM's collectives and scaled matmuls, with all groups that vLLM has by now.
+    """Let asynctp understand vLLM's collectives and own matmuls, with all groups that vLLM has by now.
 
     The passes call it each time: groups may come later, as those of a second engine in the process.
 
@@ -48,7 +48,7 @@ def register_ops() -> Mapping[str, str]:
         reports their collectives as `ATP113`.
 
     Raises:
-        RegistryError: An op has other arguments than those of vLLM 0.32 and 0.33.
+        RegistryError: An op, or the kernel, has other arguments than those of vLLM 0.32 and 0.33.
     """
     groups, ops = _groups(), torch.ops.vllm
     common: dict[str, Any] = {"input": "tensor", "group": "group_name", "groups": groups}
@@ -60,7 +60,20 @@ def register_ops() -> Mapping[str, str]:
     if hasattr(torch.ops._C, "cutlass_scaled_mm"):
         op = torch.ops._C.cutlass_scaled_mm
         register_matmul(op, a="a", b="b", bias="bias", a_scale="a_scales", b_scale="b_scales", out="out")
+    if (kernel := _invariant_matmul()) is not None:
+        register_matmul(kernel, a="a_ptr", b="b_ptr", bias="bias_ptr", out="c_ptr")
     return groups
+
+
+def _invariant_matmul() -> Any:
+    """The Triton kernel that makes vLLM's unquantized linears under `VLLM_BATCH_INVARIANT`; None without either."""
+    if not getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        return None
+    try:
+        from vllm.model_executor.determinism import batch_invariant
+    except ImportError:
+        return None
+    return triton_kernels.compiled(getattr(batch_invariant, "matmul_kernel_persistent", None))
 
 
 def _groups() -> dict[str, str]:
@@ -157,9 +170,10 @@ def _taken(graph: fx.Graph) -> str:
 
 
 def _config() -> Config:
-    """The environment's configuration, batch-invariant where vLLM is to be."""
+    """The environment's configuration, batch-invariant where vLLM is to be, unless it says otherwise."""
     config = Config.given(None)
-    return dataclasses.replace(config, invariant="batch") if getattr(envs, "VLLM_BATCH_INVARIANT", False) else config
+    obeys = config.invariant == "auto" and getattr(envs, "VLLM_BATCH_INVARIANT", False)
+    return dataclasses.replace(config, invariant="batch") if obeys else config
 
 
 asynctp = _Fuse(AsyncTPPass(_config()))

@@ -81,7 +81,7 @@ def _members(call: fx.Node, op: CollectiveOp) -> list[Collective | None]:
     tensors = values.get(op.input, next(iter(values.values())))
     if isinstance(tensors, fx.Node):
         return [_member(call, op, values, tensors)]
-    items = items_of(call, len(tensors)) if isinstance(tensors, list | tuple) else None
+    items = items_of(call, range(len(tensors))) if isinstance(tensors, list | tuple) else None
     if items is None:
         return []
     return [_item(call, op, values, tensor, items.get(index)) for index, tensor in enumerate(tensors)]

@@ -1,12 +1,13 @@
 """Read matmuls off a graph: each op's arguments by name, once, as a frozen value.
 
 The meaning of an op's arguments is in `registry`; every spelling is read into the same vocabulary. An op of another
-library counts as a matmul if its shapes are those of one. Its name tells nothing.
+library counts as a matmul if its shapes are those of one, and so does a Triton kernel that the program calls. Its name
+tells nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,25 +19,28 @@ from asynctp_passes.ir.nodes import (
     arguments,
     called_name,
     called_op,
+    filling_of,
     first_tensor,
     items_of,
+    nodes_in,
     op_name,
     short_name,
     tensor_of,
     traits_of,
     values_of,
+    writes,
 )
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.registry import ADDMM, MatmulOp, can_promise, matmul_op, multiplies, promise_of
 from asynctp_passes.ir.scales import read_scales
 from asynctp_passes.ir.sizes import Size, are_one, as_size, differ, identical, product, same
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.torch_private import fx_graphs, symbolic_sizes, torch_ops
+from asynctp_passes.torch_private import fx_graphs, symbolic_sizes, torch_ops, triton_kernels
 
 
 def _left_operand(matmul: fx.Node) -> fx.Node | None:
     """The left operand; of an op that is not known what has the shape of it, or the first input."""
-    op = matmul_op(called_name(matmul))
+    op = _described(matmul)
     if op is None:
         shaped = _shaped_as_operands(matmul)
         return next(iter(matmul.all_input_nodes), None) if shaped is None else shaped[0]
@@ -72,24 +76,44 @@ def is_matmul(node: fx.Node) -> bool:
     """True for every op that multiplies matrices, or by its shapes may, whether asynctp rewrites it or not."""
     if node.op != "call_function":
         return False
-    name = called_name(node)
-    if matmul_op(name) is not None or multiplies(name):
+    if _described(node) is not None or multiplies(called_name(node)):
         return True
     return _shaped_as_operands(node) is not None or any(map(is_matmul, fx_graphs.nodes_hidden_by(node)))
 
 
+def _described(node: fx.Node) -> MatmulOp | None:
+    """The descriptor of what a node calls, where it is a matmul that is known or registered."""
+    kernel = triton_kernels.called_by(node)
+    return matmul_op(called_name(node) if kernel is None else triton_kernels.key_of(kernel))
+
+
 def _shaped_as_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The inputs `[..., M, K]` and `[K, N]`, or `[N, K]`, of another library's op that returns `[..., M, N]`."""
-    name = called_name(node)
-    if not can_promise(name) or called_op(node) is None or promise_of(name) == "rowwise":
+    name, calls = called_name(node), called_op(node) is not None or triton_kernels.called_by(node) is not None
+    if not calls or not can_promise(name) or promise_of(name) == "rowwise":
         return None
-    inputs = [(one, value) for one in node.all_input_nodes if (value := tensor_of(one)) is not None]
-    outs = [value for value in values_of(node) if value.dim() >= 2 and value.is_floating_point()]
-    for a, left in inputs:
-        for b, right in inputs:
-            if a is not b and any(_is_product(left, right, out) for out in outs):
-                return a, b
+    for out, into in _results(node):
+        if out.dim() < 2 or not out.is_floating_point():
+            continue
+        operands = ((one, tensor_of(one)) for one in node.all_input_nodes if one not in into)
+        inputs = [(one, value) for one, value in operands if value is not None]
+        pairs = ((a, b) for a, left in inputs for b, right in inputs if a is not b and _is_product(left, right, out))
+        if (found := next(pairs, None)) is not None:
+            return found
     return None
+
+
+def _results(node: fx.Node) -> Iterator[tuple[torch.Tensor, list[fx.Node]]]:
+    """The results of a call, each with the inputs that it is written into, which are no operands of it."""
+    if triton_kernels.called_by(node) is not None:
+        for user in node.users:  # of what a kernel may write to, it writes to what is used
+            if op_name(user) == "getitem" and (one := tensor_of(user)) is not None:
+                yield one, nodes_in(triton_kernels.tensors_of(node).get(str(user.args[1])))
+        return
+    op = called_op(node)
+    written = [] if op is None or op is node.target else writes(op)
+    into = nodes_in([node.kwargs.get(name) for name in (*written, "_all_bases")])
+    yield from ((one, into) for one in values_of(node))
 
 
 def _is_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> bool:
@@ -111,7 +135,7 @@ def operands_that_are(matmul: fx.Node, nodes: Container[fx.Node]) -> set[str]:
     Of an op that is not known, what has the shape of the left operand is it, or the first input; of one inside of
     `auto_functionalized`, any may be.
     """
-    op, sources = matmul_op(called_name(matmul)), matmul.all_input_nodes
+    op, sources = _described(matmul), matmul.all_input_nodes
     roles: dict[Any, str]
     if op is None and (shaped := _shaped_as_operands(matmul)) is not None:
         roles = dict.fromkeys(sources, "other") | {shaped[1]: "right", shaped[0]: "left"}
@@ -131,17 +155,18 @@ def feeds_left_operand(matmul: fx.Node, before: fx.Node) -> bool:
 
 def read_matmul(node: fx.Node) -> Matmul | Refusal:
     """Read a matmul node by its schema, or say why its form is not rewritten."""
-    name = called_name(node)
-    op = matmul_op(name)
+    name, op = called_name(node), _described(node)
     if op is None:
         hidden = " -> ".join(map(short_name, fx_graphs.nodes_hidden_by(node)))
         facts = f"{name} {node.name}" + (f", which Inductor put in the place of {hidden}" if hidden else "")
         packed = ", ".join(one.name for one in fx_graphs.packed_constants(node))
-        facts += f", whose weight {packed} is packed: freezing did that" if packed else ""
+        facts += f", whose weight {packed} is packed: freezing did that" if packed else _line_of_kernel(node)
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
     values, result = arguments(node), _result(node, op)
     if isinstance(result, Refusal):
         return result
+    if triton_kernels.called_by(node) is not None and (more := _computes_more(op, values)):
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name} {more}")
     a, right, out = tensor_of(values.get(op.a)), tensor_of(values.get(op.b)), tensor_of(result)
     if a is None or right is None or out is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
@@ -158,21 +183,52 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     return Matmul(result, values[op.a], b, bias, scaled, b_transposed, None if result is node else node)
 
 
+def _computes_more(op: MatmulOp, values: Mapping[str, Any]) -> str:
+    """Why a registered Triton kernel may compute more in a call than was described, in words; else empty.
+
+    What is added to nothing, or to zeros, is the matmul.
+    """
+    roles, into = (op.a, op.b, op.bias, op.a_scale, op.b_scale, op.out), values.get(op.out or "")
+    others = [name for name, value in values.items() if tensor_of(value) is not None and name not in roles]
+    if others:
+        return f"takes {', '.join(others)} too, which register_matmul was told nothing about"
+    if isinstance(into, fx.Node) and not traits_of(into).undefined and filling_of(into) != 0:
+        return f"may add to {into.name}: let it write into a tensor of torch.empty or torch.zeros"
+    return ""
+
+
+def _line_of_kernel(node: fx.Node) -> str:
+    """The line that registers a Triton kernel of which only the shapes tell that it multiplies; else empty."""
+    kernel, shaped = triton_kernels.called_by(node), _shaped_as_operands(node)
+    if kernel is None or shaped is None:
+        return ""
+    names = {value: name for name, value in arguments(node).items() if tensor_of(value) is not None}
+    a, b = (names[operand] for operand in shaped)
+    outs = sorted({str(user.args[1]) for user in node.users if op_name(user) == "getitem"})
+    if len(outs) > 1:
+        return f", a Triton kernel with the shapes of one, which may write to {', '.join(outs)}"
+    others = [name for name in names.values() if name not in (a, b, *outs)]
+    line = f'register_matmul({kernel.__name__}, a="{a}", b="{b}", out="{outs[0]}")'
+    line += f", and what of a bias and scales {', '.join(others)} is" if others else ""
+    return f", a Triton kernel with the shapes of one: if it computes a @ b, and nothing else, {line}"
+
+
 def _result(node: fx.Node, op: MatmulOp) -> fx.Node | Refusal:
-    """The node that is the product: the op's, or the item of what `auto_functionalized` returns that is `op.out`."""
+    """The node that is the product: the op's, or the item that is `op.out` of what writes into its arguments."""
     if op.out is None:
         return node
     name = f"{called_name(node)} {node.name}"
-    items = items_of(node, 2) if not torch_ops.is_op(node.target) else None
     whole = {f"_{op.out}_base_index", f"_{op.out}_alias"}
     parts = {key for key in node.kwargs if key.startswith(f"_{op.out}_")} - whole
     bases = node.kwargs.get("_all_bases")
-    if items is None or list(items) != [1] or parts or (isinstance(bases, list | tuple) and len(bases) != 1):
-        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} writes in place, or into a part of a tensor")
-    value = tensor_of(items[1])
+    places, place = ((0, 1), 1) if triton_kernels.called_by(node) is None else (list(arguments(node)), op.out)
+    items = items_of(node, places) if not torch_ops.is_op(node.target) else None
+    if items is None or list(items) != [place] or parts or (isinstance(bases, list | tuple) and len(bases) != 1):
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} writes in place, or into more or less than one tensor")
+    value = tensor_of(items[place])
     if value is not None and not symbolic_sizes.is_contiguous(value):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name}: the result is not contiguous")
-    return items[1]
+    return items[place]
 
 
 def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:

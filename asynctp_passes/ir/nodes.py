@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.op_traits import OpTraits, traits_named
-from asynctp_passes.torch_private import torch_ops
+from asynctp_passes.torch_private import torch_ops, triton_kernels
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 #: What dynamo's paths to modules have besides names: the root, functions that close over a module, a dict.
@@ -61,9 +61,15 @@ def called_op(node: fx.Node) -> Any:
 
 
 def called_name(node: fx.Node) -> str:
-    """The name of the op that a node calls, be it inside of `auto_functionalized`; empty for other nodes."""
+    """The name of the op that a node calls, be it inside of `auto_functionalized`; empty for other nodes.
+
+    Of a Triton kernel that the program calls it is `"triton."` and the kernel's.
+    """
     op = called_op(node)
-    return op_name(node) if op is None else name_of(op)
+    if op is not None:
+        return name_of(op)
+    kernel = triton_kernels.called_by(node)
+    return op_name(node) if kernel is None else triton_kernels.name_of(kernel)
 
 
 def short_name(node: fx.Node) -> str:
@@ -73,9 +79,11 @@ def short_name(node: fx.Node) -> str:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an op call by their schema names, defaults included."""
+    """The arguments of an op call by their schema names, defaults included; of a Triton kernel those in the graph."""
     if op_name(node) in _FUNCTIONALIZED:
         return dict(node.kwargs)
+    if triton_kernels.called_by(node) is not None:
+        return triton_kernels.tensors_of(node)
     op = torch_ops.overload_of(node.target)
     assert op is not None
     values: dict[str, Any] = {}
@@ -93,12 +101,12 @@ def first_tensor(node: fx.Node) -> fx.Node | None:
     return next((argument for argument in node.all_input_nodes if tensor_of(argument) is not None), None)
 
 
-def items_of(call: fx.Node, count: int) -> dict[int, fx.Node] | None:
-    """The items of a list that an op returns, by their place; None when the list is used in other ways."""
-    items: dict[int, fx.Node] = {}
+def items_of(call: fx.Node, places: Container[Any]) -> dict[Any, fx.Node] | None:
+    """The items of a list or dictionary that an op returns, by their places; None when it is used in other ways."""
+    items: dict[Any, fx.Node] = {}
     for user in call.users:
         index = user.args[1] if op_name(user) == "getitem" else None
-        if not isinstance(index, int) or not 0 <= index < count or index in items:
+        if index not in places or index in items:
             return None
         items[index] = user
     return items
@@ -187,10 +195,12 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if not torch_ops.is_op(node.target) or not node.target._schema.is_mutable:
         return node.all_input_nodes if mutates(node) else []
     values = arguments(node)
-    written = [
-        one.name for one in node.target._schema.arguments if one.alias_info is not None and one.alias_info.is_write
-    ]
-    return nodes_in([values[name] for name in written])
+    return nodes_in([values[name] for name in writes(node.target)])
+
+
+def writes(op: Any) -> list[str]:
+    """The names of the arguments that an op writes to."""
+    return [one.name for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
 
 
 def nodes_in(values: Any) -> list[fx.Node]:

@@ -69,6 +69,7 @@ class OpTraits:
         at_most_one: Its result is between -1 and 1.
         reduces: How it reduces its first argument over dimensions.
         constant: The number that fills its result, or the name of the argument that is this number.
+        undefined: Its result is memory that holds any values.
         size: It reads a size or stride, which is no use of a tensor's values.
     """
 
@@ -81,6 +82,7 @@ class OpTraits:
     at_most_one: bool = False
     reduces: Reduction | None = None
     constant: str | float | None = None
+    undefined: bool = False
     size: bool = False
 
     @property
@@ -246,6 +248,13 @@ TRAITS: dict[str, OpTraits] = {
     "aten.full_like.default": OpTraits(constant="fill_value"),
     "aten.zeros_like.default": OpTraits(constant=0),
     "aten.ones_like.default": OpTraits(constant=1),
+    # memory
+    "aten.empty.memory_format": OpTraits(undefined=True),
+    "aten.empty_like.default": OpTraits(undefined=True),
+    "aten.empty_permuted.default": OpTraits(undefined=True),
+    "aten.empty_strided.default": OpTraits(undefined=True),
+    "aten.new_empty.default": OpTraits(undefined=True),
+    "aten.new_empty_strided.default": OpTraits(undefined=True),
     # sizes
     "aten.sym_size.int": _SIZE,
     "aten.sym_numel.default": _SIZE,

@@ -30,7 +30,7 @@ from asynctp_passes.ir.local_ops import (
     OTHER_KINDS,
     TORCH,
 )
-from asynctp_passes.torch_private import process_groups, torch_ops
+from asynctp_passes.torch_private import process_groups, torch_ops, triton_kernels
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "other"]
 
@@ -78,7 +78,8 @@ class MatmulOp:
 
     The op promises to compute `a[..., M, K] @ b[..., K, N] (+ bias[N])` in a fresh contiguous tensor, after
     multiplying `a` and `b` by their scales, if it has such: float32, one number each, or one a row of `a` and one a
-    column of `b`. An op that writes its result into an argument (`out`) reads nothing of what was there.
+    column of `b`. An op that writes its result into an argument (`out`) reads nothing of what was there. A Triton
+    kernel may add to that, and computes so whatever numbers it is given, as the strides of these tensors.
 
     Attributes:
         a, b: The operands.
@@ -314,7 +315,8 @@ def register_matmul(
     """Let the pass understand a custom matmul, in this process and from now on; `MatmulOp` says what that promises.
 
     Args:
-        op: The op: an overload, or a packet that has one only (`torch.ops._C.cutlass_scaled_mm`).
+        op: The op: an overload, or a packet that has one only (`torch.ops._C.cutlass_scaled_mm`). Or a Triton kernel
+            (`@triton.jit`) that the program calls itself.
         a: Name of the argument that is the left operand.
         b: Name of the argument that is the right operand.
         bias: Name of the argument that is the bias.
@@ -330,7 +332,7 @@ def register_matmul(
     Raises:
         RegistryError: The op has no such argument, or one of another type, or is torch's own.
     """
-    found = _Schema(op)
+    found = _Schema(op) if triton_kernels.compiled(op) is None else _KernelSchema(op, out)
     descriptor = MatmulOp(a, b, bias, a_scale, b_scale, out, b_transposed)
     found.require((a_scale is None) == (b_scale is None), "a_scale and b_scale must both be given, or none of them")
     for role in ("a", "b", "bias", "a_scale", "b_scale", "out"):
@@ -387,8 +389,8 @@ def unregister(op: Any) -> None:
     Raises:
         RegistryError: It was not.
     """
-    pattern = _pattern(op)
-    names = [str(one) for one in _overloads(op)]
+    pattern, kernel = _pattern(op), triton_kernels.compiled(op)
+    names = [str(one) for one in _overloads(op)] if kernel is None else [triton_kernels.key_of(kernel)]
     tables: tuple[dict[str, Any], ...] = (_registered_collectives, _registered_matmuls, _registered_promises)
     found = [(table, key) for table in tables for key in {pattern, *names, *map(_overload, names)} if key in table]
     if not found:
@@ -404,8 +406,10 @@ _KNOWN_NAMESPACES = {"asynctp", *COMMUNICATING, *(name.partition("::")[0] for na
 
 def _promise(op: Any, promise: Promise) -> None:
     pattern = _pattern(op)
-    problem = None
-    if pattern.partition("::")[0] in _KNOWN_NAMESPACES:
+    problem, namespace = None, pattern.partition("::")[0]
+    if promise == "rowwise" and namespace == triton_kernels.NAMESPACE:
+        problem = "it is a Triton kernel; put its call into an op (torch.library.custom_op), and register that"
+    elif namespace in _KNOWN_NAMESPACES:
         problem = "the pass knows the ops of this namespace already; give an op of another one"
     elif any(str(one) in _registered_collectives for one in _overloads(op)):
         problem = "it is registered as a collective, which communicates; unregister it first"
@@ -417,8 +421,8 @@ def _promise(op: Any, promise: Promise) -> None:
 
 
 def _overloads(op: Any) -> list[Any]:
-    """The overloads that are meant by an op; none for text."""
-    if isinstance(op, str):
+    """The overloads that are meant by an op; none for text, and for a Triton kernel."""
+    if isinstance(op, str) or triton_kernels.compiled(op) is not None:
         return []
     return [op] if torch_ops.is_op(op) else [getattr(op, name) for name in op.overloads()]
 
@@ -432,6 +436,8 @@ def _pattern(op: Any) -> str:
         raise RegistryError(f"asynctp: {op!r} cannot be registered: {how}")
     if torch_ops.is_op(op):
         return _overload(str(op))
+    if (kernel := triton_kernels.compiled(op)) is not None:
+        return _overload(triton_kernels.name_of(kernel))
     if getattr(op, "overloads", None) is None:
         how = 'it is not an op; give an overload such as torch.ops.mylib.norm.default, or its name, as "mylib::norm"'
         raise RegistryError(f"asynctp: {op} cannot be registered: {how}")
@@ -475,6 +481,30 @@ class _Schema:
         """The overload's name, which must not be one of torch's ops."""
         self.require(self.name not in own, "the pass knows this op already")
         return self.name
+
+
+class _KernelSchema(_Schema):
+    """The arguments of a Triton kernel, which have no types, and the one that it writes to."""
+
+    def __init__(self, kernel: Any, out: str | None) -> None:
+        found = triton_kernels.compiled(kernel)
+        self.name, self._out = triton_kernels.key_of(found), out
+        self._told, self._arguments = _overload(triton_kernels.name_of(found)), triton_kernels.arguments_of(found)
+        self.require(out is not None, "a Triton kernel returns nothing; name the argument of the result with out=")
+
+    def require(self, condition: bool, problem: str) -> None:
+        if not condition:
+            raise RegistryError(f"asynctp: {self._told} cannot be registered: {problem}")
+
+    def argument(self, role: str, name: str, types: tuple[str, ...]) -> None:
+        known = name in self._arguments
+        self.require(known, f"{role}={name!r} is none of its arguments: {', '.join(self._arguments)}")
+
+    def writes(self) -> list[str]:
+        return [self._out] if self._out is not None else []
+
+    def returns(self) -> list[str]:
+        return []
 
 
 def _group_pairs(found: _Schema, groups: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:

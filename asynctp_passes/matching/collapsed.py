@@ -45,6 +45,8 @@ def collapsed(
             for one in chain.hoist.cross_rank:
                 sources = [*chain.inputs, *_others_above(chain.hoist, one.step)]
                 inputs |= dict.fromkeys(one.nodes, sources)
+        written = (matmul for matmul in chain.matmuls if matmul.call is not None)  # into a tensor, which is not read
+        inputs |= {matmul.call: [matmul.a, *matmul.operands] for matmul in written}
         for matmul in chain.added_apart:
             del owners[matmul.node]
             inputs[own] = [*inputs.get(own, own.all_input_nodes), *matmul.operands]

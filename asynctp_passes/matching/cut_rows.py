@@ -72,7 +72,7 @@ def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cu
     """Views of a followed tensor without the last indices of one of its dimensions."""
     for whole, view in propagation.maps.items():
         for user in whole.users:
-            axis = cut_dimension(user, ranks, sizes) if user.args[0] is whole else None
+            axis = cut_dimension(user, ranks, sizes) if user.args[:1] == (whole,) else None
             if axis is None or axis == value_of(whole).dim() - 1:
                 continue
             *lines, width = sizes.of(value_of(whole))

@@ -151,7 +151,7 @@ def _region(context: MatchContext, end: fx.Node) -> tuple[set[fx.Node], set[fx.N
 
 def _holds_tensors(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor | tuple | list) or value is None
+    return isinstance(value, torch.Tensor | tuple | list | dict) or value is None
 
 
 def _placement(

@@ -42,7 +42,7 @@ from asynctp_passes.ir.order import opaque_ops, surely_starts
 from asynctp_passes.ir.registry import can_promise, contracts, normalizes, promise_of, schema_name
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.layout.propagation import is_view
-from asynctp_passes.torch_private import torch_ops
+from asynctp_passes.torch_private import torch_ops, triton_kernels
 
 __all__ = [
     "Ways",
@@ -68,8 +68,6 @@ __all__ = [
     "unknown",
     "users_next_to",
 ]
-
-_TRITON_KERNEL = "triton_kernel_wrapper_functional"
 
 
 def transparent(node: fx.Node) -> bool:
@@ -154,9 +152,9 @@ def _passes(node: fx.Node) -> bool:
 
 def _is_unknown(node: fx.Node) -> bool:
     """True for an op of another library that is in no table and not registered, and for a user's Triton kernel."""
-    op, name = called_op(node), called_name(node)
-    if op is None:
-        return op_name(node) == _TRITON_KERNEL
+    name = called_name(node)
+    if called_op(node) is None and triton_kernels.called_by(node) is None:
+        return False
     return can_promise(name) and promise_of(name) is None and not normalizes(name)
 
 
@@ -281,7 +279,10 @@ def is_registered_rowwise(node: fx.Node) -> bool:
 
 def known_rowwise(node: fx.Node) -> str:
     """The words for a row-wise operation that a node is not known to be, with the line that would register it."""
-    name = op_name(node)
+    name = called_name(node)
+    if triton_kernels.called_by(node) is not None:
+        op = "put its call into an op (torch.library.custom_op), and register_rowwise that"
+        return f'known to be row-wise: if it is, {op}; else register_local("{schema_name(name)}")'
     if not torch_ops.is_op(node.target) or not can_promise(name):
         return "a row-wise operation"
     own = schema_name(name)
@@ -290,7 +291,7 @@ def known_rowwise(node: fx.Node) -> str:
 
 def unknown(nodes: Sequence[fx.Node]) -> str:
     """The unknown ops along a way, with the line that registers each as local; empty without any."""
-    ops = dict.fromkeys(called_name(node) for node in nodes if _is_unknown(node) and called_op(node) is not None)
+    ops = dict.fromkeys(called_name(node) for node in nodes if _is_unknown(node) and not is_matmul(node))
     told = (f'nothing is known of {name}: register_local("{schema_name(name)}"), if it mixes rows' for name in ops)
     return "".join(f"; {one}" for one in told)
 
@@ -303,10 +304,9 @@ def by_others(way: Iterable[fx.Node]) -> str:
 
 def _told_of_other(node: fx.Node) -> str:
     name = called_name(node)
-    own = f': register_local("{schema_name(name)}"), if it mixes rows' if called_op(node) is not None else ""
     if not _is_unknown(node):
         return f"{name} may make a row of several"
-    return f"{name or op_name(node)} returns other rows than it takes{own}"
+    return f'{name} returns other rows than it takes: register_local("{schema_name(name)}"), if it mixes rows'
 
 
 def is_vector(node: fx.Node | None) -> bool:

@@ -59,7 +59,7 @@ from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.cut_rows import find_cuts
 from asynctp_passes.matching.match_context import MatchContext, frozen, is_pure
 from asynctp_passes.reasons import Refusal
-from asynctp_passes.torch_private import symbolic_sizes, torch_ops
+from asynctp_passes.torch_private import symbolic_sizes, torch_ops, triton_kernels
 
 _SMALL = 8  # A tensor of that many times fewer bytes than the gathered one is cheap to gather on its own.
 
@@ -368,6 +368,8 @@ def _not_pure(node: fx.Node) -> Refusal | None:
     """Why an op on parts, done by any rank at any time, need not give a part of the same tensor."""
     if "val" not in node.meta:
         return Refusal(reasons.SHAPE_UNKNOWN, "no tensor")
+    if triton_kernels.called_by(node) is not None:
+        return Refusal(reasons.COMPUTED_BETWEEN, f"not {near_miss.known_rowwise(node)}")
     if not torch_ops.is_op(node.target) or mutates(node):
         return Refusal(reasons.COMPUTED_BETWEEN, "not a pure operation")
     if is_random(node):

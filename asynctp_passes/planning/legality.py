@@ -418,7 +418,7 @@ def blocks_of_rows_whole(candidate: Candidate, context: Context) -> Refusal | No
 def rows_keep_their_bits(candidate: Candidate, context: Context) -> Refusal | None:
     """Under `invariant` kernels make all matmuls of a chain on GPUs, and the sum over ranks is in rank order."""
     chain, collective = candidate.chain, candidate.collective
-    if chain is None or context.config.invariant == "off" or not on_wire(collective):
+    if chain is None or context.config.invariant != "batch" or not on_wire(collective):
         return None
     gathers = collective.kind == "all_gather"
     for together in [chain.matmuls] if gathers else [(matmul,) for matmul in chain.matmuls]:

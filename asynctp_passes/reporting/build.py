@@ -33,7 +33,7 @@ from asynctp_passes.ops.calls import INVARIANT
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.legality import is_named_for_data, on_wire
 from asynctp_passes.planning.plan import Plan, outcome_of, untouched
-from asynctp_passes.reasons import Outcome
+from asynctp_passes.reasons import BELOW_THRESHOLD, Outcome
 from asynctp_passes.reporting import internal
 from asynctp_passes.reporting.of_graph import plan_digest, report_of_graph
 from asynctp_passes.reporting.report import Bucketed, Note, Remark, Report
@@ -52,6 +52,10 @@ _INVARIANT = (
 _VARIANT = (
     'invariant="batch" is a promise of the kernels for GPUs. On this device, the bits of fused chains may depend on '
     "how many rows there are, as those of its matmuls do"
+)
+_SMALL = (
+    "the program's own ops make these chains, since they are smaller than min_bytes or min_flops asks for. So their "
+    "bits may depend on how many rows there are. Set min_bytes=0 and min_flops=0, and they are fused"
 )
 _ROWS_ALONE = (
     "Inductor's coordinate_descent_tuning makes a matmul of one row a sum of products, so a row alone has other bits "
@@ -97,16 +101,18 @@ def _invariant(remark: Remark) -> Remark:
 
 
 def _bits(remarks: Sequence[Remark], config: Config) -> list[Note]:
-    """The note on what bits depend on where fused chains are to be batch-invariant."""
+    """The notes on what bits depend on where chains are to be batch-invariant: of fused ones, and of small ones."""
     fused = [one for one in remarks if one.outcome == "FUSED"]
-    if not fused or config.invariant == "off":
+    small = ", ".join(one.collective for one in remarks if one.code == BELOW_THRESHOLD.code)
+    if config.invariant != "batch":
         return []
-    return [Note("bits", _INVARIANT if all(one.invariant for one in fused) else _VARIANT)]
+    texts = [_INVARIANT if all(one.invariant for one in fused) else _VARIANT] if fused else []
+    return [Note("bits", text) for text in (*texts, *([f"{small}: {_SMALL}"] if small else []))]
 
 
 def _rows_alone(graph: fx.Graph, config: Config) -> list[Note]:
     """The note on matmuls of one row that Inductor decomposed, `(a[:, :, None] * b[None]).sum(1)`."""
-    if config.invariant == "off" or not inductor_options.is_on("coordinate_descent_tuning"):
+    if config.invariant != "batch" or not inductor_options.is_on("coordinate_descent_tuning"):
         return []
     sums = [node for node in graph.nodes if traits_of(node).reduces is Reduction.SUM]
     products = {node: arguments(node)["self"] for node in sums}

@@ -29,7 +29,7 @@ def ungroup(graph: fx.Graph) -> None:
     """Replace ops of several tensors between collectives and matmuls by single ones, in place."""
     for node in filter(_single_op, _between(graph)):
         count = len(node.meta["val"]) if isinstance(node.meta.get("val"), list | tuple) else 0
-        items = items_of(node, count)
+        items = items_of(node, range(count))
         if items and all(tensor_of(item) is not None for item in items.values()):
             _ungroup(graph, node, items)
 

@@ -39,8 +39,10 @@ def is_on(name: str) -> bool:
 
 
 def obeyed(config: Config) -> Config:
-    """The configuration, batch-invariant where Inductor is to be."""
-    return dataclasses.replace(config, invariant="batch") if is_on("batch_invariant") else config
+    """The configuration, which is left to Inductor batch-invariant where that is to be, and else not."""
+    if config.invariant != "auto":
+        return config
+    return dataclasses.replace(config, invariant="batch" if is_on("batch_invariant") else "off")
 
 
 def misreads_lists_of_one() -> bool:

@@ -68,6 +68,39 @@ def test_fused_chains_that_are_batch_invariant() -> None:
     assert ", batch-invariant" in str(report)
 
 
+@pytest.mark.skipif(not hasattr(torch._inductor.config, "batch_invariant"), reason="torch has it from 2.13 on")
+@pytest.mark.parametrize(
+    ("invariant", "switch", "held"),
+    [("auto", True, "batch"), ("auto", False, ""), ("off", True, ""), ("batch", False, "batch")],
+)
+def test_the_option_wins_over_inductors_switch(invariant: str, switch: bool, held: str) -> None:
+    b = GraphBuilder()
+    x, w = (b.input(name, [64, 64], torch.bfloat16, device="cuda") for name in ("x", "w"))
+    with torch._inductor.config.patch(batch_invariant=switch):
+        report = run_pass(b.returns(b.mm(b.gather(x), w)), invariant=invariant)
+    assert [one.invariant for one in report.fused] == [held]
+    assert [note.kind for note in report.notes] == ["bits"] * bool(held)
+
+
+def test_small_chains_that_are_not_batch_invariant() -> None:
+    def notes(least: int = 50_000, **options: str) -> list[Note]:
+        b = GraphBuilder()
+        x, w, large = (
+            b.input(name, [rows, 64], torch.bfloat16, device="cuda")
+            for name, rows in (("x", 64), ("w", 64), ("large", 640))
+        )
+        graph = b.returns(b.mm(b.gather(x), w), b.mm(b.gather(large), w))
+        return list(run_pass(graph, min_bytes=least, **options).notes)
+
+    assert notes() == []
+    fused, small = notes(invariant="batch")
+    assert "have the same bits however many rows there are" in fused.text
+    assert small.text.startswith("all_gather_into_tensor: the program's own ops make these chains")
+    assert "Set min_bytes=0 and min_flops=0, and they are fused" in small.text
+    (fused,) = notes(0, invariant="batch")
+    assert "have the same bits however many rows there are" in fused.text
+
+
 def test_a_matmul_of_one_row_that_inductor_decomposed() -> None:
     """As `torch._inductor.decomposition.mm` has it."""
 

@@ -38,6 +38,11 @@ _ops.define("all_gather(Tensor tensor, int dim, int world_size, str group_name) 
 _ops.define("reduce_scatter(Tensor tensor, int dim, int world_size, str group_name) -> Tensor")
 _ops.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
 _ops.define("flashinfer_trtllm_fused_allreduce_norm(Tensor allreduce_in, Tensor residual) -> Tensor")
+torch.library.register_fake(
+    "vllm::all_gather",
+    lambda tensor, dim, world_size, group_name: torch.cat([tensor] * world_size, dim),
+    lib=_ops,
+)
 torch.library.register_fake("vllm::all_reduce", lambda tensor, group_name: torch.empty_like(tensor), lib=_ops)
 torch.library.register_fake(
     "vllm::flashinfer_trtllm_fused_allreduce_norm", lambda tensor, residual: torch.empty_like(tensor), lib=_ops
@@ -95,6 +100,15 @@ class Vllm:
         found = __import__(module).__dict__[name]
         assert isinstance(found, InductorPass)
         return found
+
+    def have_kernel(self, monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
+        """Have a kernel of matmuls where vLLM has its own."""
+        names = ("vllm.model_executor", "vllm.model_executor.determinism")
+        modules = [ModuleType(name) for name in (*names, f"{names[-1]}.batch_invariant")]
+        for module in modules:
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        vars(modules[-1]).update(matmul_kernel_persistent=kernel)
+        modules[-2].batch_invariant = modules[-1]  # type: ignore[attr-defined]
 
     def key(self, *passes: Any) -> str:
         """The hash that `PostGradPassManager` makes."""
@@ -191,7 +205,53 @@ def test_vllms_own_switch_is_obeyed(vllm: Vllm) -> None:
     (report,) = asynctp_passes.reports()
     assert [note.kind for note in report.notes] == ["bits"]
     del sys.modules["asynctp_passes.vllm"]
+    assert vllm.look_up(FUSE)._ours.config.invariant == "auto"
+
+
+def test_vllms_own_switch_gives_way_to_the_option(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    monkeypatch.setenv("ASYNCTP_INVARIANT", "off")
     assert vllm.look_up(FUSE)._ours.config.invariant == "off"
+
+
+def test_the_kernel_of_vllms_switch_is_fused(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `VLLM_BATCH_INVARIANT`, unquantized linears call a Triton kernel of vLLM's."""
+    kernels = pytest.importorskip("triton_programs")
+
+    def down(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.ops.vllm.all_reduce(kernels.linear(x, weight), "tp:0")
+
+    def up(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return kernels.linear(torch.ops.vllm.all_gather(x, 0, 2, "tp:0"), weight, bias)
+
+    x, weight, bias = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32)
+    before = vllm.key(vllm.look_up(FUSE))
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    vllm.have_kernel(monkeypatch, kernels.rows_times_weight)
+    del sys.modules["asynctp_passes.vllm"]
+    ours = vllm.look_up(FUSE)
+    assert vllm.key(ours) != before
+    try:
+        for graph in (kernels.graph_of(down, x, weight).graph, kernels.graph_of(up, x, weight, bias).graph):
+            ours(graph)
+            report = asynctp_passes.reports()[-1]
+            assert [one.outcome for one in report.remarks] == ["FUSED"]
+            assert "bits" in [note.kind for note in report.notes]
+            assert not any("triton" in str(node.target) for node in graph.nodes)
+    finally:
+        asynctp_passes.unregister(kernels.rows_times_weight)
+
+
+@pytest.mark.parametrize("kernel", [None, lambda a_ptr, b_ptr, c_ptr, bias_ptr: None])
+def test_without_that_kernel_nothing_is_registered(vllm: Vllm, monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
+    """As where there is no Triton, and vLLM's is a function of Python."""
+    vllm.look_up(FUSE).uuid()
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    if kernel is not None:
+        vllm.have_kernel(monkeypatch, kernel)
+    before = registry.digest()
+    vllm.look_up(FUSE).uuid()
+    assert registry.digest() == before
 
 
 def test_the_key_has_options_groups_and_the_kind_of_pass(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,12 +229,24 @@ def test_a_short_sum_in_another_order_is_other_bits(options: dict[str, Any], lib
 def test_other_bits_are_told_and_not_taken(library: CublasLt, caplog: pytest.LogCaptureFixture) -> None:
     library.able = lambda workspace, schemes: [Algorithm(1, error=2**-12)]
     counts = []
-    for _ in range(2):  # each plan warns
+    for _ in range(2):
         assert compared(operands(136, 64, 32)) is None
         counts.append(len(library.log))
     assert counts[1] == counts[0] > 0
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "cuBLAS has other bits" in caplog.text
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_program_of_any_number_of_rows_is_told_once(library: CublasLt, caplog: pytest.LogCaptureFixture) -> None:
+    """Each number has a plan of its own. Another reason is told, too."""
+    library.able = lambda workspace, schemes: [Algorithm(1, error=2**-12)]
+    for rows in (136, 144, 152):
+        assert compared(operands(rows, 64, 32)) is None
+        assert alike_matmuls(operands(rows, 64, 32, FP8, by_rows=True), True, lambda i, made: True) is None
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 2
+    assert "cuBLAS has other bits" in told[0]
+    assert "scales are of rows" in told[1]
 
 
 @pytest.mark.parametrize("order", ["(a s) t", "(a t) s"])

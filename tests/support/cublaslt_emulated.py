@@ -135,6 +135,7 @@ def emulate(patch: pytest.MonkeyPatch, **options: Any) -> Iterator[CublasLt]:
     made = CublasLt(**options)
     patch.setattr(cublaslt, "library", lambda: made)
     patch.setattr(cublaslt, "_alike", {})
+    patch.setattr(cublaslt, "_told", set())
     for name, given in (("exchange_capture_mode", 0), ("capturing", False), ("current_stream", 0)):
         patch.setattr(driver, name, lambda *_, given=given: given)
     cublaslt._handle.cache_clear()

@@ -101,15 +101,14 @@ def own_op_that_writes(b: GraphBuilder) -> Node:
     return b.all_reduce(b.call(getitem, call, 1))
 
 
-@row("COMPUTED_BETWEEN", "mm -> triton_kernel_wrapper_functional -> getitem")
-def triton_kernel_of_the_program(b: GraphBuilder) -> Node:
-    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
-
-    x, out = product(b), b.call(aten.empty.memory_format, [16, 12])
-    arguments = {"kernel_idx": 0, "constant_args_idx": 0, "kwargs": {"x": x, "out": out}, "tensors_to_clone": ["out"]}
-    call = b.graph.call_function(triton_kernel_wrapper_functional, (), arguments)
-    call.meta["val"] = {"out": out.meta["val"]}
-    return b.all_reduce(b.call_like(out.meta["val"], getitem, call, "out"))
+@row("COMPUTED_BETWEEN", "mm -> write_scaled")
+def own_op_that_writes_half_of_square_rows(b: GraphBuilder) -> Node:
+    """[12, 12] and the [12, 6] that it writes to are no operands of a matmul."""
+    x, out = b.mm(b.input("a", [12, 8]), b.input("b", [8, 12])), b.input("out", [12, 6])
+    arguments = {"out": out, "x": x}
+    call = b.graph.call_function(torch.ops.higher_order.auto_functionalized, (own.write_scaled.default,), arguments)
+    call.meta["val"] = (None, out.meta["val"])
+    return b.all_reduce(b.call(getitem, call, 1))
 
 
 # --- look-alikes: the op is none that something was computed in between ---------------------------------------------

@@ -234,9 +234,10 @@ SECTIONS: dict[str, list[Form]] = {
         ),
         form("matmul whose result is used elsewhere too → RS", "`ATP202`", "product_used_elsewhere"),
         form(
-            "other pointwise ops, or a custom op of as many rows, between `mm` and RS or AR",
-            "`ATP105` names the op",
-            *("relu_before_the_scatter", "own_op_before_the_all_reduce", "triton_kernel_of_the_program"),
+            "other pointwise ops, or a custom op or Triton kernel of as many rows, between `mm` and RS or AR",
+            "`ATP105` names it",
+            *("relu_before_the_scatter", "own_op_before_the_all_reduce"),
+            "test_a_kernel_in_between_is_named_and_the_line_printed_ends_it",
         ),
         form(
             "custom op of other rows, or a sum so far, in that place; attention",
@@ -272,9 +273,10 @@ SECTIONS: dict[str, list[Form]] = {
             *("gather_that_is_padded_for_the_matmul", "test_scatter_of_a_product_padded_over_the_contraction"),
         ),
         form(
-            "[registered](../how-to/custom-ops.md): matmuls, functional or `out=`, collectives, row-wise ops between",
+            "[registered](../how-to/custom-ops.md): matmuls, functional, `out=` or Triton, collectives, row-wise ops",
             FUSED,
             *("custom scaled matmul", "custom scatter of columns", "test_a_rowwise_op_is_done_on_the_shard"),
+            "test_a_registered_kernel_of_any_number_of_rows_is_fused",
         ),
         form(
             "a frozen fp32 linear (`mkl._mkl_linear`)",

@@ -18,6 +18,7 @@ from passes import run_pass
 from asynctp_passes import Bucketed, Config, Remark, Report, run, steps
 from asynctp_passes.planning.cost_model import Cost, Machine
 from asynctp_passes.reporting.report import SCHEMA
+from asynctp_passes.torch_private import inductor_options
 
 FUSED = Remark(
     "FUSED",
@@ -60,7 +61,7 @@ def test_a_graph_without_collectives_gets_at_once_what_the_steps_say(tensors: st
     before, config = list(graph.nodes), Config(strict="all")
     with mock.patch.object(steps, "run", side_effect=AssertionError("it is not asked")):
         at_once = run(graph, config)
-    assert at_once == steps.run(graph, config)
+    assert at_once == steps.run(graph, inductor_options.obeyed(config))
     assert at_once.matmuls == 2
     assert list(graph.nodes) == before
 

@@ -300,9 +300,12 @@ def free_matmuls(call: Matrices, fast: bool) -> Matmuls | None:
 #: the algorithm that has our kernels' bits; None where there is none
 _alike: dict[Kind, Any] = {}
 
+#: why calls may take longer, as it was told; a program of any number of rows has a plan for each number
+_told: set[str] = set()
+
 
 def alike_matmuls(call: Matrices, fast: bool, is_alike: Callable[[int, Matmul], bool]) -> Matmuls | None:
-    """The same with the bits of our kernels, whatever cuBLAS does by itself. A warning says it where it has others.
+    """The same with the bits of our kernels, whatever cuBLAS does by itself. One warning says why, where it has others.
 
     is_alike: Compares the matmul of B number `i` with ours, once a kind. The host waits for that.
     """
@@ -317,9 +320,17 @@ def alike_matmuls(call: Matrices, fast: bool, is_alike: Callable[[int, Matmul], 
             )
         made = [_alike_matmul(kind, functools.partial(is_alike, i)) for i, kind in enumerate(wanted)]
     except (Refused, torch.OutOfMemoryError) as error:
-        log.warning("a batch-invariant call may take longer: %s", error)
+        _tell(error)
         return None
     return Matmuls(made)
+
+
+def _tell(error: Refused | torch.OutOfMemoryError) -> None:
+    """Warn of the first call of a process that is refused so; of others, with what details ever, in the debug log."""
+    reason = str(error).partition(":")[0] if isinstance(error, Refused) else type(error).__name__
+    level = logging.DEBUG if reason in _told else logging.WARNING
+    _told.add(reason)
+    log.log(level, "batch-invariant calls may take longer: %s", error)
 
 
 def _alike_matmul(kind: Kind, is_alike: Callable[[Matmul], bool]) -> Matmul:

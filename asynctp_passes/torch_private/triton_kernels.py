@@ -1,0 +1,52 @@
+"""Triton kernels that a program calls itself: torch's higher-order op of such a call, and the kernel."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+NAMESPACE = "triton"
+"""The namespace of kernels, as if they were ops."""
+
+_WRAPPERS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
+
+
+def called_by(node: fx.Node) -> Any:
+    """The kernel that a node calls, as Triton compiles it; None for other nodes."""
+    if getattr(node.target, "__name__", None) not in _WRAPPERS:
+        return None
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    return compiled(kernel_side_table.id_to_kernel.get(node.kwargs.get("kernel_idx")))  # type: ignore[arg-type]
+
+
+def tensors_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a kernel that are in the graph, by their names: tensors, and sizes that are symbols."""
+    values: Any = node.kwargs["kwargs"]
+    return dict(values)
+
+
+def compiled(kernel: Any) -> Any:
+    """The function that Triton compiles of a kernel, without tuning and heuristics around it; None for what is none."""
+    jit = sys.modules.get("triton.runtime.jit")
+    while jit is not None and isinstance(kernel, jit.KernelInterface) and not isinstance(kernel, jit.JITFunction):
+        kernel = getattr(kernel, "fn", None)
+    return kernel if jit is not None and isinstance(kernel, jit.JITFunction) else None
+
+
+def name_of(kernel: Any) -> str:
+    """The name of a kernel: `"triton.rows_times_weight"`."""
+    return f"{NAMESPACE}.{kernel.__name__}"
+
+
+def key_of(kernel: Any) -> str:
+    """The name of a kernel with a hash of all that it is compiled of: another one of its name has another key."""
+    return f"{name_of(kernel)}.{kernel.cache_key}"
+
+
+def arguments_of(kernel: Any) -> Sequence[str]:
+    """The names of a kernel's arguments, without its constants."""
+    return [one.name for one in kernel.params if not one.is_constexpr]
