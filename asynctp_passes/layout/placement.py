@@ -100,6 +100,11 @@ class GatherPlacement:
         return self.shard.of_rows(self.width)
 
     @property
+    def is_in_order(self) -> bool:
+        """True where the operand takes rows in the order in which the ranks send them."""
+        return self.axis == "rows" and (self.shard.is_reshape or self.row_order is None)
+
+    @property
     def as_sent(self) -> GatherPlacement:
         """The placement of an operand that takes each shard's rows in the shard's own order, so that nothing moves.
 

@@ -223,6 +223,7 @@ class GatherChain(_Chain):
     scale. The fused op stands where the gather does, unless what it needs besides depends on a later communication:
     then it `follows` that, and ranks must agree on it, since the gather changes its place among the collectives. `cuts`
     has the operands that lack some of the gathered rows: the fused op takes all rows, and they are cut off its results.
+    Or all operands are ranges: it takes of each its rows alone.
     """
 
     collective: Collective
@@ -236,6 +237,11 @@ class GatherChain(_Chain):
     hoist: Hoist | None = None
     follows: fx.Node | None = None
     cuts: tuple[Cut, ...] = ()
+
+    @property
+    def takes_ranges(self) -> bool:
+        """True where each matmul takes a range of the gathered rows."""
+        return any(cut.is_range for cut in self.cuts)
 
     @property
     def shard(self) -> fx.Node:
@@ -318,7 +324,8 @@ class GatherChain(_Chain):
         nodes = (self.collective.node, *(matmul.node for matmul in self.matmuls), *whole, *self.inputs)
         beside = [self.scale_placement, None if self.row_numbers is None else self.row_numbers.placement]
         ways = [self.placement.shard, *(one.shard for one in beside if one is not None)]
-        found = [*_placed(self.placement, ways, _known(nodes, sizes)), *(cut.length for cut in self.cuts)]
+        ends = [size for cut in self.cuts for size in (cut.first, cut.end)]
+        found = [*_placed(self.placement, ways, _known(nodes, sizes)), *ends]
         return found if self.hoist is None else [*found, *self.hoist.sizes_written(sizes)]
 
     @property

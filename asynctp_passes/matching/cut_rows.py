@@ -4,34 +4,57 @@
 
 Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same ones are
 cut off its result. There are as few as paddings to a multiple of the ranks have (`_is_most`).
+
+Where ranges of rows together are all of them, the fused op multiplies each by its own weight:
+
+    shard → all_gather → wait → view* → {slice, split}+ → {copy, reshape}* → matmul, by another weight for each range
+
+Ranges that one weight multiplies are chunks, which save the memory of the whole result. They stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
-from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
+from asynctp_passes.ir.matmuls import is_matmul, read_term
+from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Size, Sizes, canonical, is_within, product, rounded_up, same
 from asynctp_passes.layout.index_map import IndexMap
+from asynctp_passes.layout.placement import incomplete
 from asynctp_passes.layout.propagation import Propagation
+from asynctp_passes.reasons import Refusal
+
+
+@dataclass(frozen=True)
+class Part:
+    """Indices `start` to `end` of dimension `dim` of a tensor; `steps` are the nodes that take them, in order."""
+
+    steps: tuple[fx.Node, ...]
+    dim: int
+    start: Size
+    end: Size
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The first `length` indices of dimension `dim` of the tensor `whole`, as rows: all dimensions but the last.
+    """Indices `first` to `end` of dimension `dim` of the tensor `whole`, as rows: all dimensions but the last.
 
-    `steps` are the nodes that make them of that tensor, in order. `rows` is the map of the matrix of all rows.
+    `steps` are the nodes that make them of that tensor, in order. `rows` is the map of the matrix of all rows. The
+    fused op multiplies all rows, or where it `is_range`, these alone.
     """
 
     whole: fx.Node
     dim: int
-    length: Size
+    first: Size
+    end: Size
     steps: tuple[fx.Node, ...]
     rows: IndexMap
+    is_range: bool = False
 
     @property
     def operand(self) -> fx.Node:
@@ -73,13 +96,42 @@ def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cu
     for whole, view in propagation.maps.items():
         for user in whole.users:
             axis = cut_dimension(user, ranks, sizes) if user.args[:1] == (whole,) else None
-            if axis is None or axis == value_of(whole).dim() - 1:
-                continue
-            *lines, width = sizes.of(value_of(whole))
-            rows = view.reshape((product(lines), width))
-            if isinstance(rows, IndexMap):
-                cut = Cut(whole, axis, sizes.of(value_of(user))[axis], (user,), rows)
-                yield from _views(cut, width, sizes)
+            if axis is not None:
+                part = Part((user,), axis, canonical(0), sizes.of(value_of(user))[axis])
+                yield from _cuts(whole, view, part, sizes)
+
+
+def find_ranges(propagation: Propagation, sizes: Sizes) -> Iterator[Cut]:
+    """Ranges of rows that are all of a followed tensor, where each has weights of its own."""
+    for whole, parts in all_parts(propagation, sizes):
+        found = [[*_cuts(whole, propagation.maps[whole], part, sizes)] for part in parts]
+        weights = [{weight for cut in cuts for weight in _weights(cut.operand, sizes)} for cuts in found]
+        apart = sum(map(len, weights)) == len(set().union(*weights))
+        if apart and not any(None in each for each in weights):
+            yield from (replace(cut, is_range=True) for cuts in found for cut in cuts)
+
+
+def _weights(operand: fx.Node, sizes: Sizes) -> Iterator[fx.Node | None]:
+    """The tensors that the right operands of an operand's matmuls hold; None for a matmul that takes no range."""
+    for user in filter(is_matmul, operand.users):
+        matmul = read_term(user)
+        if isinstance(matmul, Refusal) or matmul.scaled is not None or value_of(operand).dtype == torch.int8:
+            yield None
+            continue
+        weight = matmul.b
+        while traits_of(weight).view is not None and (before := tensor_of(weight.args[0])) is not None:
+            if not same(product(sizes.of(before)), product(sizes.of(value_of(weight)))):
+                break
+            weight = weight.args[0]  # type: ignore[assignment]  # a node
+        yield weight
+
+
+def _cuts(whole: fx.Node, view: IndexMap, part: Part, sizes: Sizes) -> Iterator[Cut]:
+    """A part of a tensor's rows, and its copies and reshapes; none of a part of its columns."""
+    *lines, width = sizes.of(value_of(whole))
+    rows = view.reshape((product(lines), width))
+    if part.dim < len(lines) and isinstance(rows, IndexMap):
+        yield from _views(Cut(whole, part.dim, part.start, part.end, part.steps, rows), width, sizes)
 
 
 def _views(cut: Cut, width: Size, sizes: Sizes) -> Iterator[Cut]:
@@ -98,3 +150,48 @@ def _views(cut: Cut, width: Size, sizes: Sizes) -> Iterator[Cut]:
 def _keeps(node: fx.Node) -> bool:
     """True for a tensor of the same elements in the same order, unless it repeats them."""
     return traits_of(node).view in (View.SAME, View.RESHAPE, View.EXPAND) and tensor_of(node) is not None
+
+
+# --- parts that are all of a tensor --------------------------------------------------------------------------------
+def all_parts(propagation: Propagation, sizes: Sizes) -> Iterator[tuple[fx.Node, list[Part]]]:
+    """Followed tensors that hold all that is gathered, and are taken in parts which are all of them."""
+    for whole, view in propagation.maps.items():
+        value = tensor_of(whole)
+        if value is None or incomplete(view, product(sizes.of(value))) is not None:
+            continue
+        taken = (part for user in whole.users if not is_size(user) for part in _parts(user, whole, sizes))
+        parts = [part for part in taken if not all(map(is_size, part.steps[-1].users))]
+        if any(traits_of(user).view in (View.CAT, View.STACK) for part in parts for user in part.steps[-1].users):
+            continue  # a rearrangement
+        dims = {part.dim for part in parts}
+        if len(parts) > 1 and len(dims) == 1 and _are_all(parts, sizes.of(value)[dims.pop()]):
+            yield whole, parts
+
+
+def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
+    """The parts that a node takes of a tensor; none of one that takes it in another way."""
+    traits, before = traits_of(user), sizes.of(value_of(whole))
+    if traits.takes_range and arguments(user).get("step", 1) == 1 and user.args[:1] == (whole,):
+        values = arguments(user)
+        dim = values["dim"] % len(before)
+        start = canonical(0) if values["start"] is None else sizes.read(values["start"])
+        if isinstance(start, int) and start < 0:
+            start = before[dim] + start
+        yield Part((user,), dim, start, start + sizes.of(value_of(user))[dim])
+    elif traits.view is View.SPLIT:
+        dim, start = arguments(user)["dim"] % len(before), canonical(0)
+        taken = {item.args[1]: item for item in user.users if op_name(item) == "getitem"}
+        for index, piece in enumerate(user.meta["val"]):
+            end = start + sizes.of(piece)[dim]
+            if index in taken:
+                yield Part((user, taken[index]), dim, start, end)
+            start = end
+
+
+def _are_all(parts: Sequence[Part], size: Size) -> bool:
+    """True for parts that cover 0 to a size, each beginning where another one ends."""
+    left, end = list(parts), canonical(0)
+    while (part := next((one for one in left if same(one.start, end)), None)) is not None:
+        left.remove(part)
+        end = part.end
+    return not left and same(end, size)

@@ -32,11 +32,12 @@ from asynctp_passes.torch_private import symbolic_sizes, torch_ops
 def chains_of(region: ShardRegion, placed: Iterable[PlacedMatmul]) -> Iterator[GatherChain]:
     """Chains, each of the matmuls that one fused op can compute together. At most one of the chains is fused.
 
-    Rows are preferred to the contraction, since chunks of rows finish early, then the earlier matmul.
+    Rows are preferred to the contraction, since chunks of rows finish early, then all rows to ranges of them, then the
+    earlier matmul.
     """
     alike: dict[Any, list[PlacedMatmul]] = {}
-    for one in sorted(placed, key=lambda one: one.placement.axis != "rows"):
-        alike.setdefault(_key(region, one), []).append(one)
+    for one in sorted(placed, key=lambda one: (one.placement.axis != "rows", region.is_range(one.matmul.a))):
+        alike.setdefault((*_key(region, one), region.is_range(one.matmul.a)), []).append(one)
     return (_chain(region, chosen) for chosen in alike.values())
 
 

@@ -15,7 +15,7 @@ And it may be taken in parts, which together are all of it:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -25,15 +25,15 @@ from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import rank_of
 from asynctp_passes.ir.crossings import multiplied_by
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import arguments, first_tensor, is_size, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import first_tensor, is_size, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.sizes import Size, Sizes, canonical, product, same
+from asynctp_passes.ir.sizes import Sizes, product, same
 from asynctp_passes.layout.index_map import IndexMap
-from asynctp_passes.layout.placement import RankPlacement, incomplete, locate_ranks
+from asynctp_passes.layout.placement import RankPlacement, locate_ranks
 from asynctp_passes.layout.propagation import Propagation, is_view, pads_at_end, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate
-from asynctp_passes.matching.cut_rows import cut_dimension
+from asynctp_passes.matching.cut_rows import all_parts, cut_dimension
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
@@ -179,59 +179,15 @@ def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
 
 
 # --- parts that are all of a gathered tensor -------------------------------------------------------------------
-_Part = tuple[fx.Node, int, Size, Size]
-"""A node that takes a part of a tensor: the dimension, where the part begins, and where it ends."""
-
-
 def _in_all_parts(propagation: Propagation, sizes: Sizes) -> str:
     """The parts in which a followed tensor is taken, if they are all of it, for people; empty if they are not.
 
-    No fused op multiplies a part of what it gathers. One that multiplied all rows with the weight of each part would do
-    the work several times, and one for chunks of a weight would make the result of all chunks at once, which they are
-    to save.
+    No fused op multiplies chunks by one weight: it would make the result of all chunks at once, which they are to save.
     """
-    for whole, view in propagation.maps.items():
-        value = tensor_of(whole)
-        if value is None or incomplete(view, product(sizes.of(value))) is not None:
-            continue
-        taken = (part for user in whole.users if not is_size(user) for part in _parts(user, whole, sizes))
-        parts = [part for part in taken if not all(map(is_size, part[0].users))]
-        if any(traits_of(user).view in (View.CAT, View.STACK) for node, *_ in parts for user in node.users):
-            continue  # a rearrangement
-        dims = {dim for _, dim, _, _ in parts}
-        if len(parts) > 1 and len(dims) == 1 and _are_all([part[2:] for part in parts], sizes.of(value)[dims.pop()]):
-            shown = [f"{node.name} [{start}, {end})" for node, _, start, end in parts]
-            return f"of {whole.name}: {', '.join(shown[:3])}" + (f" and {len(shown) - 3} more" if shown[3:] else "")
+    for whole, parts in all_parts(propagation, sizes):
+        shown = [f"{part.steps[-1].name} [{part.start}, {part.end})" for part in parts]
+        return f"of {whole.name}: {', '.join(shown[:3])}" + (f" and {len(shown) - 3} more" if shown[3:] else "")
     return ""
-
-
-def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[_Part]:
-    """The parts that a node takes of a tensor; none of one that takes it in another way."""
-    traits, before = traits_of(user), sizes.of(value_of(whole))
-    if traits.takes_range and arguments(user).get("step", 1) == 1 and user.args[0] is whole:
-        values = arguments(user)
-        dim = values["dim"] % len(before)
-        start = 0 if values["start"] is None else sizes.read(values["start"])
-        if isinstance(start, int) and start < 0:
-            start = before[dim] + start
-        yield user, dim, start, start + sizes.of(value_of(user))[dim]
-    elif traits.view is View.SPLIT:
-        dim, start = arguments(user)["dim"] % len(before), 0
-        taken = {item.args[1]: item for item in user.users if op_name(item) == "getitem"}
-        for index, piece in enumerate(user.meta["val"]):
-            end = start + sizes.of(piece)[dim]
-            if index in taken:
-                yield taken[index], dim, start, end
-            start = end
-
-
-def _are_all(parts: Iterable[tuple[Size, Size]], size: Size) -> bool:
-    """True for parts that cover 0 to a size, each beginning where another one ends."""
-    left, end = list(parts), canonical(0)
-    while (part := next((one for one in left if same(one[0], end)), None)) is not None:
-        left.remove(part)
-        end = part[1]
-    return not left and same(end, size)
 
 
 # --- all-to-alls -----------------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
     if isinstance(placement, Refusal):
         inside = placement.reason is reasons.NOT_ROWS_OR_CONTRACTION and contracts_rows(matmul.node)
         return Refusal(reasons.ROWS_CONTRACTED if inside else placement.reason, placement.facts)
+    if region.is_range(matmul.a) and not placement.is_in_order:
+        return Refusal(reasons.TAKEN_IN_PARTS, f"{region.cuts[matmul.a].steps[-1].name} takes rows in another order")
     quantized = matmul.scaled is not None or value_of(matmul.a).dtype == torch.int8
     if not quantized and (number := _first_number(region, matmul.a)) is not None:
         return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{op_name(number)} {number.name} takes a number")

@@ -56,7 +56,7 @@ from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks
 from asynctp_passes.layout.propagation import Propagation, changes_elements, propagate, views_of
 from asynctp_passes.matching import near_miss
-from asynctp_passes.matching.cut_rows import find_cuts
+from asynctp_passes.matching.cut_rows import find_cuts, find_ranges
 from asynctp_passes.matching.match_context import MatchContext, frozen, is_pure
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import symbolic_sizes, torch_ops, triton_kernels
@@ -99,7 +99,7 @@ class ShardRegion:
         known: Values that every rank has before the gather is complete: `cross_rank`, and what is computed from those
             alone. Filled when asked for, with the first node that has the same values.
         refused: Users of members that are not members, and why.
-        cuts: Left operands that have the rows of the gathered tensor but for some at the end.
+        cuts: Left operands that have the rows of the gathered tensor but for some at the end, or a range of them.
         cut_steps: These, and what lies between: nodes at home in the gathered tensor that have no map of their own.
     """
 
@@ -118,7 +118,8 @@ class ShardRegion:
         self._waiting: list[int] = []
         block = product(context.sizes.of(value_of(gather.input)))
         self._add(_Root(gather.node, 1, block, context.propagation_of(gather), gather.node))
-        found = find_cuts(context.propagation_of(gather), gather.group_size, context.sizes)
+        propagation, sizes = context.propagation_of(gather), context.sizes
+        found = [*find_cuts(propagation, gather.group_size, sizes), *find_ranges(propagation, sizes)]
         self.cuts = {cut.operand: cut for cut in found if any(map(is_matmul, cut.operand.users))}
         self.cut_steps = {step for cut in self.cuts.values() for step in cut.steps}
         self.home.update(dict.fromkeys(self.cut_steps, gather.node))
@@ -153,6 +154,10 @@ class ShardRegion:
         if operand in self.cuts:
             return self.cuts[operand].rows
         return self.context.rows_and_columns(self.view(operand), operand)
+
+    def is_range(self, operand: fx.Node) -> bool:
+        """True for a left operand that is a range of the gathered rows."""
+        return operand in self.cuts and self.cuts[operand].is_range
 
     def located(self, node: fx.Node, view: IndexMap) -> GatherPlacement | Refusal:
         """Where the ranks are in a matrix: a view of a node's root."""

@@ -8,7 +8,7 @@ So the input gradient of each of the first two ops is the other op. A tensor tha
 gradient dOut. With factors, a matmul has dOut times its own. Where factors differ, dOut is gathered first, and
 multiplied then. Where matmuls were converted to a `sum_dtype`, dOut is converted back before it is gathered, or once it
 is reduced. The loss is the sum of all ranks' losses. (Where every rank computes the same loss, their gradients add up.)
-Calls with scales have no gradient, nor have those with `real_rows`: the pass makes these after autograd.
+Calls with scales have no gradient, nor have those with `real_rows` or `b_rows`: the pass makes these after autograd.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from asynctp_passes.ops.reference import multiplied, split_factors
 def gradient_of(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The backward of an op, and the function that keeps what it needs, as `torch.library.register_autograd` has them.
 
-    That of a call with scales, or with `real_rows`, raises.
+    That of a call with scales, with `real_rows` or with `b_rows`, raises.
     """
     signature, (backward, setup) = SIGNATURES[op], _GRADIENTS[op]
 
     def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         call: Call = signature.call(*inputs)
         ctx.has_scales, ctx.is_padded = call.out_dtype is not None, getattr(call, "real_rows", None) is not None
-        if not (ctx.has_scales or ctx.is_padded):
+        ctx.takes_rows = getattr(call, "b_rows", None) is not None
+        if not (ctx.has_scales or ctx.is_padded or ctx.takes_rows):
             setup(ctx, call, output)
 
     def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -46,6 +47,10 @@ def gradient_of(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if ctx.is_padded:
             raise NotImplementedError(
                 "asynctp: a call with real_rows has no gradient; pad the rows of A by zeros instead"
+            )
+        if ctx.takes_rows:
+            raise NotImplementedError(
+                "asynctp: a call with b_rows has no gradient; gather A, and multiply slices of it instead"
             )
         found: tuple[Any, ...] = backward(ctx, *grads)
         return found

@@ -38,6 +38,8 @@ class GatherCall(NamedTuple):
         all_keep: Every rank keeps the gathered A, the same on all ranks; None: as `return_a_full`.
         accord: What all ranks have agreed that this graph does otherwise than its program, as a number; 0: nothing.
             And `INVARIANT`, where the matmuls of the graph are batch-invariant on all of them.
+        b_rows: For each B three numbers, without scales: of each run of `every` rows of the gathered A it multiplies
+            those from `first` to `end`, and its result is [*, N], with these alone. None: every B takes all rows.
         op: The op's name, which is no argument.
     """
 
@@ -56,6 +58,7 @@ class GatherCall(NamedTuple):
     along_shard: Tensor | None = None
     all_keep: bool | None = None
     accord: int = 0
+    b_rows: Sequence[int | torch.SymInt] | None = None
     op: str = "all_gather_matmul"
 
     @property
@@ -86,6 +89,10 @@ class GatherCall(NamedTuple):
     def kept_by_all(self) -> bool:
         """Every rank keeps the gathered A."""
         return self.return_a_full if self.all_keep is None else self.all_keep
+
+    def rows_of(self, i: int) -> tuple[Any, Any, Any] | None:
+        """`first`, `end` and `every` of operand `i`; None: it takes all rows."""
+        return None if self.b_rows is None else tuple(self.b_rows[3 * i : 3 * i + 3])  # type: ignore[return-value]
 
 
 class ReduceCall(NamedTuple):
@@ -213,6 +220,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     int: "int",
     int | None: "int",  # an all-reduce does not have it, and a reduce-scatter always
     int | torch.SymInt | None: "SymInt?",
+    Sequence[int | torch.SymInt] | None: "SymInt[]?",
     str: "str",
     Any: process_groups.schema_type(),
 }

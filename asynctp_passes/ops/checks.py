@@ -69,6 +69,8 @@ def _check_gather(call: GatherCall, sizes: bool) -> None:
         limit = "False when the last dimension is gathered: one row would have another scale on every rank"
         require(not rowwise_in_contraction, op, "gather_a_scale", True, limit)
     _check_along(call, dim)
+    if call.b_rows is not None:
+        _check_rows(call, dim, sizes)
     if sizes:
         _check_gather_sizes(call, dim)
 
@@ -81,6 +83,18 @@ def _check_along(call: GatherCall, dim: int) -> None:
         require(free, op, "along_shard", _describe(along), limit)
         fits = along.ndim == ndim and along.dtype == torch.float32
         require(fits, op, "along_shard", _describe(along), f"float32, of {ndim} dimensions as a_shard")
+
+
+def _check_rows(call: GatherCall, dim: int, sizes: bool) -> None:
+    op, given, count = call.op, list(call.b_rows or ()), 3 * len(call.bs)
+    limit = "absent with scales, or where the last dimension is gathered"
+    require(call.a_scale is None and dim < call.a_shard.ndim - 1, op, "b_rows", given, limit)
+    require(len(given) == count, op, "b_rows", given, f"{count} numbers: first, end and every for each operand")
+    rows = math.prod(gathered_shape(call.a_shard.shape, dim, call.group_size)[:-1])
+    for i in range(len(call.bs)) if sizes else ():
+        first, end, every = given[3 * i : 3 * i + 3]
+        fits = 0 <= first <= end <= every and (rows == 0 or (every > 0 and rows % every == 0))
+        require(fits, op, f"b_rows of bs[{i}]", (first, end, every), f"0 <= first <= end <= every, a divisor of {rows}")
 
 
 def _check_gather_sizes(call: GatherCall, dim: int) -> None:

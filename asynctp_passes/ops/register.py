@@ -6,7 +6,8 @@ shapes: no group need exist, and no guard is added.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,11 +48,21 @@ def results(call: Call) -> Any:
 def _gathered(call: GatherCall) -> list[Tensor]:
     shard, along = call.a_shard, call.along_shard
     full = gathered_shape(shard.shape, call.gather_dim, call.group_size)
-    outs = [shard.new_empty((*full[:-1], b.shape[1]), dtype=call.matmul_dtype) for b in call.bs]
+    shapes = [(*_lines(call, i, full), b.shape[1]) for i, b in enumerate(call.bs)]
+    outs = [shard.new_empty(shape, dtype=call.matmul_dtype) for shape in shapes]
     outs += [shard.new_empty(full)] if call.return_a_full else []
     if along is None:
         return outs
     return [*outs, along.new_empty(gathered_shape(along.shape, call.gather_dim, call.group_size))]
+
+
+def _lines(call: GatherCall, i: int, full: Sequence[int]) -> Sequence[int]:
+    """The shape of the result of operand `i`, but for its last dimension."""
+    rows = call.rows_of(i)
+    if rows is None:
+        return full[:-1]
+    first, end, every = rows
+    return ((end - first) * (math.prod(full[:-1]) // every),)
 
 
 def _reduced(call: ReduceCall) -> Tensor:

@@ -39,7 +39,8 @@ def emit_gather(build: Builder, chain: GatherChain) -> fx.Node:
     op = _call_gather(build, chain, shard, gather_dim, parts)
     for index, matmul in enumerate(chain.matmuls):
         out = build.call(operator.getitem, op, index, like=matmul.node)
-        out = build.reshape(_rows_of(build, chain, matmul.a, out), build.shape(matmul.node))
+        rows = out if chain.takes_ranges else _rows_of(build, chain, matmul.a, out)
+        out = build.reshape(rows, build.shape(matmul.node))
         if (added := added_matrix(matmul.node)) is not None:
             out = build.call(_aten.add.Tensor, out, build.now(added), like=matmul.node, before=matmul.node)
         build.replace(matmul.node, out)
@@ -93,6 +94,8 @@ def _call_gather(
     ending = (returns, gather.group_size, gather.group)
     scales = _scales(build, chain, shard, gather_dim, parts)
     options = options_of(build.state, gather, build.state.is_kept_by_all(gather))
+    if chain.takes_ranges:
+        options["b_rows"] = [number for matmul in matmuls for number in _range_of(build, chain, matmul.a)]
     op = torch.ops.asynctp.all_gather_matmul.default
     return build.call(op, shard, bs, biases, gather_dim, *ending, *scales, **options)
 
@@ -200,7 +203,15 @@ def _rows_of(build: Builder, chain: GatherChain, operand: fx.Node, tensor: fx.No
     if cut is None:
         return tensor
     tensor = build.reshape(tensor, (*build.shape(cut.whole)[:-1], build.shape(tensor)[-1]))
-    return build.contiguous(build.call(_aten.slice.Tensor, tensor, cut.dim, 0, build.size(cut.length)))
+    ends = build.size(cut.first), build.size(cut.end)
+    return build.contiguous(build.call(_aten.slice.Tensor, tensor, cut.dim, *ends))
+
+
+def _range_of(build: Builder, chain: GatherChain, operand: fx.Node) -> list[int | fx.Node]:
+    """The first row of an operand, the one after its last, and the rows of the gathered tensor until the next such."""
+    cut = next(cut for cut in chain.cuts if cut.operand is operand)
+    lines = build.shape(cut.whole)[cut.dim : -1]
+    return [build.size(size * product(lines[1:])) for size in (cut.first, cut.end, lines[0])]
 
 
 def _rows_in_place(build: Builder, chain: GatherChain, tensor: fx.Node, *, back: bool = False) -> fx.Node:

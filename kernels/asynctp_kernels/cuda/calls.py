@@ -103,7 +103,8 @@ def _of_gather(call: Any, memory: GroupMemory) -> tuple[Operands, Key]:
     a_shard, a_scale, bs, b_scales = call.a_shard, call.a_scale, call.bs, call.b_scales or ()
     biases, along_shard = call.biases, call.along_shard
     facts = keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along_shard)
-    key = (call.values, memory.skipped, select.requested(), *facts)
+    rows = () if call.b_rows is None else tuple(call.b_rows)
+    key = (call.values, rows, memory.skipped, select.requested(), *facts)
     return (a_shard, a_scale, bs, b_scales, biases, along_shard), key
 
 

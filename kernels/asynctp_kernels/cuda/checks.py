@@ -61,6 +61,20 @@ def something_to_multiply(call: Facts) -> str | None:
     return "nothing to multiply" if call.is_empty else None
 
 
+def all_rows_by_each_b(call: GatherFacts) -> str | None:
+    """Every B multiplies all rows of A."""
+    return "matmuls of different rows of A" if call.b_rows else None
+
+
+def few_pieces(call: GatherFacts) -> str | None:
+    """cuBLAS makes a matmul for each run of rows that a B takes; a batch-invariant call is one kernel."""
+    if call.invariant and call.b_rows:
+        return all_rows_by_each_b(call)
+    most = max(map(len, call.pieces), default=0)
+    limit = MAX_CHUNKS * len(call.bs)
+    return f"{most} matmuls for a range of rows, more than {limit}" if most > limit else None
+
+
 def few_row_ranges(call: Facts) -> str | None:
     """There may be one matmul for each range of a rank's rows, of which there is one in every outer block."""
     if call.outer <= MAX_CHUNKS:
@@ -120,6 +134,11 @@ def matmul_takes_gathered(call: GatherFacts) -> str | None:
         if not scaled_matmul_supported(*operands, call.matmul_dtype, call.gather_a_scale, recipe is not None):
             return NOT_IN_CUBLAS
     return None
+
+
+def matmul_takes_whole(call: GatherFacts) -> str | None:
+    """The same, of all rows of A."""
+    return all_rows_by_each_b(call) or matmul_takes_gathered(call)
 
 
 def chunk_holds_row(call: GatherFacts) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -75,7 +77,11 @@ def _gather_problem(call: GatherFacts) -> Problem:
     layout, widths = call.layout, [b.shape[1] for b in call.bs]
     sizes, dtypes = (layout.full_rows, [layout.full_cols], widths), (call.a_shard.dtype, call.matmul_dtype)
     kept = call.return_a_full or call.kept_by_all
-    return Problem.of(call.kind, call.world, *sizes, *dtypes, call.use_fast_accum, blocks=call.outer, returned=kept)
+    problem = Problem.of(call.kind, call.world, *sizes, *dtypes, call.use_fast_accum, blocks=call.outer, returned=kept)
+    if not call.b_rows:
+        return problem
+    made = sum(rows * width for rows, width in call.out_shapes)  # as if one B took all rows
+    return replace(problem, widths=(ceil(made / max(call.rows, 1)),), pieces=sum(map(len, call.pieces)))
 
 
 def _reduction_problem(call: ReduceFacts) -> Problem:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +31,21 @@ def _arguments(kind: type[GatherFacts] | type[ReduceFacts], call: Any) -> dict[s
     return {**given, "unknown": tuple(sorted(call.given() - names.keys()))}
 
 
+class Piece(NamedTuple):
+    """Rows `first` to `end` of a range of A's rows, which B number `b` multiplies; `out`: where in its result."""
+
+    b: int
+    first: int
+    end: int
+    out: int
+
+
 @dataclass(frozen=True, repr=False)
 class GatherFacts:
     """A gather and its matmuls; the tensors stand for all tensors of their shapes, strides and dtypes.
 
-    world: ranks of the group. unknown: arguments that the call has, and that no kernel knows.
+    world: ranks of the group. unknown: arguments that the call has, and that no kernel knows. b_rows: empty where every
+    B takes all rows.
     """
 
     a_shard: Tensor
@@ -51,12 +62,14 @@ class GatherFacts:
     along_shard: Tensor | None = None
     all_keep: bool | None = None
     accord: int = 0
+    b_rows: tuple[int, ...] = ()
     unknown: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, call: Any, world: int) -> GatherFacts:
         """The facts of an op's call in a group of so many ranks."""
-        return cls(world=world, **_arguments(cls, call))
+        found = _arguments(cls, call)
+        return cls(world=world, **{**found, "b_rows": tuple(found.get("b_rows", ()))})
 
     def __repr__(self) -> str:
         return _told(self, [self.a_shard] * max(len(self.bs), 1), self.bs, self.gather_dim)
@@ -103,6 +116,33 @@ class GatherFacts:
     def rows(self) -> int:
         """Rows of the results, over all ranks."""
         return self.layout.full_rows
+
+    @property
+    def out_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the matmuls' results."""
+        lines, widths = self.layout.full_shape[:-1], [b.shape[1] for b in self.bs]
+        if not self.b_rows:
+            return [(*lines, width) for width in widths]
+        runs = [(end - first, self.rows // every if every else 0) for first, end, every in self._rows_of_each()]
+        return [(rows * count, width) for (rows, count), width in zip(runs, widths, strict=True)]
+
+    def _rows_of_each(self) -> list[tuple[int, int, int]]:
+        """`first`, `end` and `every` of each B."""
+        return [self.b_rows[at : at + 3] for at in range(0, len(self.b_rows), 3)]  # type: ignore[misc]
+
+    @cached_property
+    def pieces(self) -> list[list[Piece]]:
+        """Of each range of rows, in the order of the gathered A: what Bs multiply of it, where they take some."""
+        inner, found = max(self.layout.inner, 1), list[list[Piece]]()
+        for begin in range(0, self.rows if self.b_rows else 0, inner):
+            found.append([])
+            for i, (first, end, every) in enumerate(self._rows_of_each()):
+                for run in range(begin // every, -(-(begin + inner) // every)):
+                    start, stop = max(begin, run * every + first), min(begin + inner, run * every + end)
+                    if start < stop:
+                        out = run * (end - first) + start - (run * every + first)
+                        found[-1].append(Piece(i, start - begin, stop - begin, out))
+        return found
 
     @property
     def wire(self) -> Wire:

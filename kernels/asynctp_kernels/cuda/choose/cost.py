@@ -95,6 +95,7 @@ class Problem:
         widened: how many times as many bytes an element of the sum has, which NCCL sends instead.
         blocks: into how many ranges a rank's rows fall: one for each index of the dims in front of the sharded one.
         returned: the gathered A is.
+        pieces: how many matmuls ranges of rows come to, where each B takes some of the rows; 0: each takes all.
     """
 
     op: str
@@ -110,6 +111,7 @@ class Problem:
     widened: int = 1
     blocks: int = 1
     returned: bool = False
+    pieces: int = 0
 
     @staticmethod
     def of(
@@ -161,6 +163,7 @@ class Problem:
         sizes = ":".join(self.sizes)
         wide = self.itemsize <= 2 < self.out_itemsize * self.widened  # results of 16 bits are what is measured
         kind = (":precise" if self.precise else "") + (":wide" if wide else "") + (":full" if self.returned else "")
+        kind += ":pieces" if self.pieces else ""
         return f"{self.op}:{self.world}:{self.dtype}:{sizes}{kind}" + (f":{self.blocks}x" if self.blocks > 1 else "")
 
     @property
@@ -186,10 +189,17 @@ def direct(problem: Problem, rates: Rates, sms: int) -> float:
     return _matmuls(problem, problem.rows, rates, sms) + rates.direct_start + problem.wire_bytes / rates.direct
 
 
+def whole(problem: Problem, rates: Rates, sms: int) -> float:
+    """Copies of all rows, then cuBLAS on the whole."""
+    copies = rates.stage + problem.wire_bytes / rates.copy + (problem.world - 1) * rates.between
+    return copies + _matmuls(problem, problem.rows, rates, sms)
+
+
 def decomposed(problem: Problem, rates: Rates, sms: int) -> float:
     """cuBLAS for each range of a rank's rows, beside copies."""
     each = _matmuls(problem, problem.rows // problem.world // problem.blocks, rates, sms)
-    share = problem.blocks * (each - rates.launch) + rates.launch
+    more = max(problem.pieces / problem.world - problem.blocks, 0.0)
+    share = problem.blocks * (each - rates.launch) + rates.launch * (1 + more)
     extra = rates.decomposed_scatter if problem.op == "scatter" else rates.decomposed_gather * problem.returned
     return _overlapped(problem, rates, share, extra, 1)
 
@@ -201,8 +211,8 @@ def enqueued(estimate: Estimate) -> Estimate:
 
 def host_time(problem: Problem, rates: Rates) -> float:
     """How long the host takes to enqueue a matmul for each range of rows, and what is between them."""
-    matmuls = max(len(problem.widths), len(problem.depths))
-    return rates.enqueue + rates.enqueue_range * problem.world * problem.blocks * matmuls
+    matmuls = problem.world * problem.blocks * max(len(problem.widths), len(problem.depths))
+    return rates.enqueue + rates.enqueue_range * max(matmuls, problem.pieces)
 
 
 def fused(problem: Problem, rates: Rates, sms: int) -> float:

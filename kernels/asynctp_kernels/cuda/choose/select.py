@@ -18,7 +18,7 @@ from typing import Any
 from asynctp_kernels.cuda.choose import tables
 from asynctp_kernels.cuda.choose.cost import Problem as Problem
 from asynctp_kernels.cuda.choose.cost import Rates as Rates
-from asynctp_kernels.cuda.choose.cost import chunks_for, fused_tiles
+from asynctp_kernels.cuda.choose.cost import chunks_for, fused_tiles, whole
 from asynctp_kernels.cuda.choose.implementation import Choice as Choice
 from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.choose.tiles import INTERPRETED_TILES, MAX_CHUNKS
@@ -103,14 +103,18 @@ def choose(
         if wanted in refused:
             raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {refused[wanted]}")
         return Choice(wanted, "forced", {}, refused, **settings)
-    able = {each.name: each for each in entries if each.estimate is not None and each.name not in refused}
+    able = {
+        each.name: each
+        for each in entries
+        if each.name not in refused and (each.estimate is not None or (problem.pieces and each.name == WHOLE))
+    }
     if not able and (reason := refused.get(WHOLE)) is not None:
         raise RuntimeError(f"asynctp: nothing can run this call as a batch-invariant one: {reason}. {VARIANT_REMEDY}")
     if not able:
         return Choice(WHOLE, "only one that can", {}, refused, **settings)
     if IS_INTERPRETED:  # nothing is fast: what has most to show
         return Choice(next(iter(able)), "interpreted", {}, refused, **settings)
-    models = {name: each.estimate for name, each in able.items() if each.estimate is not None}
+    models = {name: each.estimate or whole for name, each in able.items()}
     estimates = {name: round(estimate(problem, rates, sms), 1) for name, estimate in models.items()}
     measured = measured_choice(problem, device_name, table)
     if measured in able:

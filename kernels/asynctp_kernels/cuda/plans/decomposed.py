@@ -9,6 +9,7 @@ from torch import Tensor
 
 from asynctp_kernels.cuda.checks import (
     ANY,
+    few_pieces,
     few_row_ranges,
     matmul_takes_gathered,
     matmul_takes_scattered,
@@ -24,9 +25,9 @@ from asynctp_kernels.cuda.choose.cost import Estimate
 from asynctp_kernels.cuda.choose.implementation import Ahead, Check
 from asynctp_kernels.cuda.choose.tiles import in_blocks
 from asynctp_kernels.cuda.choose.wire import PULL, PUSH
-from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts, part_rows
+from asynctp_kernels.cuda.facts import GatherFacts, Piece, ReduceFacts, part_rows
 from asynctp_kernels.cuda.gemm.arguments import Matrices
-from asynctp_kernels.cuda.gemm.cublas import ranges
+from asynctp_kernels.cuda.gemm.cublas import matmul, ranges
 from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, own_matmul
 from asynctp_kernels.cuda.plans.gather import GatherPlan
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
@@ -44,11 +45,14 @@ AHEAD = Ahead("fused", alone=0.01, beside=0.05)
 
 
 class DecomposedGather(GatherPlan):
-    """cuBLAS for each range of a source's rows, after its chunks. Only for a few: there is one in each outer block."""
+    """cuBLAS for each range of a source's rows, after its chunks. Only for a few: there is one in each outer block.
+
+    pieces: Of each range, what Bs multiply of it; empty where every B takes all rows.
+    """
 
     name = "decomposed"
     transports = (PUSH, PULL)
-    refuses = (*ANY, rows_are_gathered, matmul_takes_gathered, few_row_ranges, range_in_cublas_blocks)
+    refuses = (*ANY, rows_are_gathered, matmul_takes_gathered, few_row_ranges, few_pieces, range_in_cublas_blocks)
     estimate = cost.enqueued(cost.decomposed)
     ahead = AHEAD
     transport: GatherTransport
@@ -61,6 +65,7 @@ class DecomposedGather(GatherPlan):
         else:
             self.transport = GatherPush(call, memory, min(call.outer, MAX_CHUNKS))
         super().__init__(call, memory, gathers_all=call.kept_by_all)
+        self.pieces = call.pieces
         self.reads_landed, self.waits_for_in_flight = self.transport.reads_landed, call.kept_by_all
         if call.invariant:
             self.kernel = self._kernel(call, call.layout.inner)
@@ -87,14 +92,23 @@ class DecomposedGather(GatherPlan):
             scales = ranges(call.a_scale, len(parts))
         else:
             scales = transport.ranges(call.a_scale, transport.numbers_of(call))
-        places = [ranges(out, len(parts)) for out in call.outs]
+        places = [] if self.pieces else [ranges(out, len(parts)) for out in call.outs]
         for source in (rank, *transport.sources):
             for block in range(self.outer):
                 part = block * world + source
                 if source != rank:
                     transport.await_range(stream, source, block)
-                self.multiply(call, parts[part], scales[part], [place[part] for place in places])
+                if self.pieces:
+                    self._multiply_pieces(call, parts[part], self.pieces[part])
+                else:
+                    self.multiply(call, parts[part], scales[part], [place[part] for place in places])
         transport.finish(stream, call)
+
+    def _multiply_pieces(self, call: GatherTensors, rows: Tensor, pieces: Sequence[Piece]) -> None:
+        """What Bs take of a range of rows, each piece by its own B."""
+        for b, first, end, out in pieces:
+            place = call.outs[b][out : out + end - first]
+            matmul(rows[first:end], call.bs[b], call.biases[b], None, None, self.scaling, out=place)
 
 
 class DecomposedScatter(PushedScatter):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from asynctp_kernels.cuda.checks import (
     ANY,
-    matmul_takes_gathered,
     matmul_takes_scattered,
+    matmul_takes_whole,
     scale_can_be_gathered,
     whole_in_cublas_blocks,
 )
@@ -52,7 +52,7 @@ class DirectGather(WholeGather):
 
     name = "direct"
     transports = (DIRECT,)
-    refuses = (*ANY, scale_can_be_gathered, matmul_takes_gathered, whole_in_cublas_blocks)
+    refuses = (*ANY, scale_can_be_gathered, matmul_takes_whole, whole_in_cublas_blocks)
     estimate = cost.direct
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:

@@ -12,6 +12,7 @@ from asynctp_kernels.cuda.checks import (
     ANY,
     a_dtypes_alike,
     a_scales_alike,
+    all_rows_by_each_b,
     chunk_holds_row,
     gathered_scaled_at_end,
     gemm_takes_gathered,
@@ -62,7 +63,9 @@ class FusedGather(GatherPlan):
 
     name = "fused"
     transports = (PUSH, PULL)
-    refuses = (*ANY, chunk_holds_row, rows_are_gathered, gathered_scaled_at_end, gemm_takes_gathered)
+    refuses = (
+        *ANY, all_rows_by_each_b, chunk_holds_row, rows_are_gathered, gathered_scaled_at_end, gemm_takes_gathered,
+    )  # fmt: skip
     estimate = cost.fused
     transport: GatherTransport
 

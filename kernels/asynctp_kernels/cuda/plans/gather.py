@@ -63,7 +63,7 @@ class GatherPlan(Plan):
         """Functions that make a call's memory: A whole, the matmuls, and all ranks' numbers [*, K/128 or 1]."""
         full, device, row_numbers = self.layout.full_shape, call.a_shard.device, call.row_numbers
         self.new_full = new_tensors(full, call.a_shard.dtype, device)
-        self.new_outs = [new_tensors((*full[:-1], width), self.out_dtype, device) for width in self.widths]
+        self.new_outs = [new_tensors(shape, self.out_dtype, device) for shape in call.out_shapes]
         if row_numbers is not None:
             count, along_k = self.memory.world * self.number_count, row_numbers.shape[-1]
             self.new_numbers = new_tensors((count // along_k, along_k), row_numbers.dtype, device)

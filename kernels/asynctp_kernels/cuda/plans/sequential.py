@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from asynctp_kernels.cuda.checks import (
-    matmul_takes_gathered,
     matmul_takes_scattered,
+    matmul_takes_whole,
     program_may_multiply,
     sums_in_rank_order,
 )
@@ -52,7 +52,7 @@ class SequentialGather(_Sequential, WholeGather):
     """NCCL's all-gather. Only for one outer block, where the ranks' shards are ranges of rows."""
 
     refuses = (program_may_multiply,)
-    takes = matmul_takes_gathered
+    takes = matmul_takes_whole
 
     def _kernel(self, call: GatherFacts) -> OwnMatmul | None:
         return super()._kernel(call) if call.invariant else None
