@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import sys
 import time
@@ -48,7 +49,8 @@ class Case:
     returned; alone: not by all ranks, as far as they are told, so that it is pushed. sum_dtype: of the result, to which
     products are converted before they are added. added: another term of the sum, transposed in memory. factors: what
     products are multiplied by, and maybe their sum. real: rows of the scattered dimension that are real; A is NaN after
-    them, and the sum is zeros.
+    them, and the sum is zeros. takes: of the gathered rows of each leading index those that each B takes, in parts of
+    all: (first, end).
     """
 
     op: str
@@ -73,6 +75,13 @@ class Case:
     added: bool = False
     factors: tuple[float, ...] = ()
     real: int | None = None
+    takes: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def b_rows(self) -> list[int]:
+        """That argument of a gather."""
+        every = math.prod(self.shard[self.dim :]) * dist.get_world_size()
+        return [number for first, end in self.takes for number in (round(first * every), round(end * every), every)]
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -90,6 +99,7 @@ class Case:
             f"sum-{str(self.sum_dtype)[6:]}": self.sum_dtype is not None, "added": self.added,
             "x" + "_".join(f"{factor:g}" for factor in self.factors): bool(self.factors),
             f"real{self.real}": self.real is not None,
+            "takes" + "_".join(f"{first:g}-{end:g}" for first, end in self.takes): bool(self.takes),
         }  # fmt: skip
         return "-".join(parts + [flag for flag, on in flags.items() if on])
 
@@ -135,6 +145,10 @@ def cases() -> Iterator[Case]:
         yield replace(base, shard=(240,), k=520, ns=(264,), bias=True, **half, **full)
         yield replace(base, shard=(4096,), k=1024, **full)  # in chunks
         yield replace(base, shard=(127,), k=516, ns=(264,), **full)  # rows that are no multiple of 16 bytes
+    for takes in ((0, 0.3), (0.3, 1)), ((0, 0.5), (0.5, 1)), ((0.1, 0.9), (0.8, 1)):
+        ranges = replace(base, ns=(512, 264), bias=True, takes=takes)
+        yield from (ranges, replace(ranges, full=True), replace(ranges, shard=(2, 131), dim=1, k=520))
+        yield replace(ranges, shard=(2048,), k=4096, ns=(2048, 2048))
     yield replace(base, dtype=FP8, scales="row", travels=False)
     base = replace(base, dtype=FP8, scales="tensor", along=True)
     yield base
@@ -446,6 +460,7 @@ def call(case: Case, data: Data, of: dist.ProcessGroup | None = None) -> list[Te
             optional |= {"a_scale": data.a_scales[0], "gather_a_scale": case.travels}
         optional |= {"along_shard": data.along[0]} if data.along else {}
         optional |= {"all_keep": False} if case.alone else {}
+        optional |= {"b_rows": case.b_rows} if case.takes else {}
         return ops.all_gather_matmul(data.a[0], data.b, data.biases, case.dim, case.full, size, group, **optional)
     optional |= {"a_scales": data.a_scales} if case.scales else {}
     optional |= {"sum_dtype": case.sum_dtype, "added": data.added, "factors": list(case.factors) or None}
@@ -472,7 +487,11 @@ def expected(case: Case, data: Data) -> list[Tensor]:
             a = a * each(gathered(data.a_scales[0], case.dim) if case.travels else data.a_scales[0], a.shape)
         outs = []
         for i, b in enumerate(data.b):
-            out = a @ (b.double() * each(data.b_scales[i], b.shape) if case.scales else b.double())
+            rows = a
+            if case.takes:
+                first, end, every = case.b_rows[3 * i : 3 * i + 3]
+                rows = a.flatten(0, -2).unflatten(0, (-1, every))[:, first:end].flatten(0, 1)
+            out = rows @ (b.double() * each(data.b_scales[i], b.shape) if case.scales else b.double())
             bias = data.biases[i]
             outs.append(out if bias is None else out + bias.double())
         outs += [full.double()] if case.full else []

@@ -695,12 +695,13 @@ def gather_call(
     full: bool = False,
     along: bool = False,
     kept: bool = False,
+    rows: Sequence[int] = (),
     world: int = 4,
 ) -> GatherFacts:
     """A gather of `shard` (without K) along `dim`. scales: "", "tensor", "row", or "row-one": one for each row of
     A, and one number for B. `travels`: A's are gathered too.
 
-    `along`: numbers travel that are only returned. `kept`: every rank returns the gathered A.
+    `along`: numbers travel that are only returned. `kept`: every rank returns the gathered A. `rows`: as `b_rows`.
     """
     out_dtype = out_dtype or (dtype if dtype.itemsize == 2 else torch.bfloat16)
     lead, depth = list(shard), k
@@ -716,7 +717,7 @@ def gather_call(
     numbers = torch.rand(*shard, 1) + 0.5 if along else None
     full |= kept
     scaling = (a_scale, b_scales, travels, out_dtype, fast)
-    return GatherFacts(a_shard, bs, biases, dim, full, world, *scaling, numbers, kept)
+    return GatherFacts(a_shard, bs, biases, dim, full, world, *scaling, numbers, kept, b_rows=tuple(rows))
 
 
 def scatter_call(
@@ -773,8 +774,12 @@ def expected_products(call: GatherFacts, full: Tensor, a_scale: Tensor | None) -
     """The products of the gathered A; `a_scale` is that of all its rows."""
     flat = full.reshape(-1, full.shape[-1])
     row_scale = a_scale if a_scale is None or a_scale.numel() == 1 else a_scale.reshape(-1, 1)
+    taken = [flat] * len(call.bs)
+    if call.b_rows:
+        numbers = [call.b_rows[at : at + 3] for at in range(0, len(call.b_rows), 3)]
+        taken = [flat.unflatten(0, (-1, every))[:, first:end].flatten(0, 1) for first, end, every in numbers]
     return [
-        matmul(flat, b, bias, row_scale, call.b_scales[i] if call.b_scales else None, call.scaling)
+        matmul(taken[i], b, bias, row_scale, call.b_scales[i] if call.b_scales else None, call.scaling)
         for i, (b, bias) in enumerate(zip(call.bs, call.biases, strict=True))
     ]
 

@@ -22,7 +22,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 class GatherCase:
     """`scale`: "" (unscaled), "one" (tensorwise), "shard" (rowwise, gathered) or "full" (rowwise, replicated).
 
-    weight: Bs are [N, K] in memory, as a layer's; strided: all operands are transposed in memory.
+    weight: Bs are [N, K] in memory, as a layer's; strided: all operands are transposed in memory. takes: of the gathered
+    rows of each leading index, in parts of all, those that each B takes: (first, end).
     """
 
     name: str
@@ -38,6 +39,13 @@ class GatherCase:
     b_dtype: torch.dtype | None = None
     out_dtype: torch.dtype = BF16
     along: bool = False
+    takes: tuple[tuple[float, float], ...] = ()
+
+    def b_rows(self, world: int) -> list[int] | None:
+        """That argument of the op."""
+        every = math.prod(self.shard[self.dim : -1]) * world
+        ends = [[round(part * every) for part in parts] for parts in self.takes]
+        return [number for first, end in ends for number in (first, end, every)] or None
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,18 @@ GATHER_CASES = [
     GatherCase("e4m3, numbers along", (2, 23, 32), 1, (24, 8), E4M3, scale="one", along=True),
     GatherCase("e4m3, numbers along, a_full, one row", (1, 32), 0, (24,), E4M3, a_full=True, scale="full", along=True),
     GatherCase("e4m3, numbers along, no columns", (9, 32), 0, (0,), E4M3, scale="one", along=True),
+    GatherCase("two ranges", (35, 40), 0, (24, 8), biased=(0, 1), a_full=True, takes=((0, 0.3), (0.3, 1))),
+    GatherCase("two ranges at a border of shards", (20, 32), 0, (24, 8), takes=((0, 0.5), (0.5, 1))),
+    GatherCase(
+        "ranges of some rows, one of none, outer 2",
+        (2, 19, 24),
+        1,
+        (24, 8, 16),
+        FP32,
+        biased=(1,),
+        a_full=True,
+        takes=((0.1, 0.8), (0.6, 0.9), (1, 1)),
+    ),
 ]
 
 SCATTER_CASES = [
@@ -292,7 +312,8 @@ def run(case: Case, x: Inputs, group: ProcessGroup, all_keep: bool | None = None
         return [ops.matmul_reduce_scatter(x.a, x.b, x.biases, *options)]
     where = (case.dim, case.a_full, group.size(), name)
     if not case.scale:
-        return ops.all_gather_matmul(x.a[0], x.b, x.biases, *where, all_keep=all_keep)
+        rows = case.b_rows(group.size())
+        return ops.all_gather_matmul(x.a[0], x.b, x.biases, *where, all_keep=all_keep, b_rows=rows)
     scales = (x.a_scales[0], x.b_scales, case.scale == "shard", case.out_dtype, True)
     return ops.all_gather_matmul(x.a[0], x.b, x.biases, *where, *scales, x.along, all_keep)
 
@@ -366,8 +387,13 @@ def _judge_gather(case: GatherCase, outs: list[torch.Tensor], inputs: list[Input
     along = [x.along for x in inputs if x.along is not None]
     if along and not torch.equal(outs[-1], torch.cat(along, case.dim)):
         return "the numbers that travelled along differ"
+    rows = case.b_rows(len(inputs))
     for i in range(len(case.ns)):
-        reference, size = (_product(a_full, own, i, a_scale, absolute) for absolute in (False, True))
+        taken = a_full
+        if rows is not None:
+            first, end, every = rows[3 * i : 3 * i + 3]
+            taken = a_full.flatten(0, -2).unflatten(0, (-1, every))[:, first:end].flatten(0, 1)
+        reference, size = (_product(taken, own, i, a_scale, absolute) for absolute in (False, True))
         wrong = _compare(outs[i], reference, size, case.out_dtype if case.scale else case.dtype)
         if wrong:
             return f"out {i}: {wrong}"

@@ -91,7 +91,13 @@ GATHERS: dict[str, dict[str, Any]] = {
     "columns": {"shard": (50,), "k": 40, "ns": (72, 8), "dim": 1},
     "odd": {"shard": (3, 5), "k": 7, "ns": (9, 1), "dim": 1},
     "odd, in one piece": {"shard": (3, 4), "k": 7, "ns": (9, 1)},
-}
+    "ranges": {"shard": (50,), "k": 64, "ns": (72, 8), "bias": True, "rows": (0, 70, 200, 70, 200, 200)},
+    "ranges at borders of shards": {"shard": (50,), "k": 64, "ns": (72, 8), "rows": (0, 100, 200, 100, 200, 200)},
+    "ranges of some rows, that overlap": {
+        "shard": (3, 20), "k": 64, "ns": (72, 8, 24), "dim": 1, "rows": (1, 33, 80, 20, 78, 80, 79, 79, 80),
+    },
+    "ranges across the shards": {"shard": (5, 30), "k": 64, "ns": (72, 8), "rows": (0, 11, 30, 11, 30, 30)},
+}  # fmt: skip
 
 
 #: whose rows are longer than a chunk, so that no tile would know what to wait for
@@ -102,12 +108,12 @@ def gather_implementations(kept: bool = False) -> Iterator[Any]:
     """(case, implementation) for all that can run it; `kept`: where every rank keeps the gathered A."""
     for case, options in GATHERS.items():
         outer, along_last = gather_call(**options).outer, case == "columns"
-        aligned = not case.startswith("odd")
+        aligned, ranges = not case.startswith("odd"), case.startswith("ranges")
         for implementation, able in (
-            ("fused", aligned and not along_last and (kept or case not in LONG_ROWS)),
+            ("fused", aligned and not ranges and not along_last and (kept or case not in LONG_ROWS)),
             ("decomposed", outer <= MAX_CHUNKS and not along_last),
-            ("sequential", outer == 1 and not along_last),
-            ("direct", True),
+            ("sequential", outer == 1 and not along_last and not ranges),
+            ("direct", not ranges),
         ):
             if able:
                 yield pytest.param(case, implementation, id=f"{case}-{implementation}")

@@ -132,7 +132,7 @@ class GatherFacts:
 
     @cached_property
     def pieces(self) -> list[list[Piece]]:
-        """Of each range of rows, in the order of the gathered A: what Bs multiply of it, where they take some."""
+        """Pieces of each range of rows, in the order of the gathered A; none where every B takes all rows."""
         inner, found = max(self.layout.inner, 1), list[list[Piece]]()
         for begin in range(0, self.rows if self.b_rows else 0, inner):
             found.append([])

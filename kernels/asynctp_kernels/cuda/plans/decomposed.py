@@ -105,7 +105,7 @@ class DecomposedGather(GatherPlan):
         transport.finish(stream, call)
 
     def _multiply_pieces(self, call: GatherTensors, rows: Tensor, pieces: Sequence[Piece]) -> None:
-        """What Bs take of a range of rows, each piece by its own B."""
+        """Multiply what Bs take of a range of rows, each piece by its own B."""
         for b, first, end, out in pieces:
             place = call.outs[b][out : out + end - first]
             matmul(rows[first:end], call.bs[b], call.biases[b], None, None, self.scaling, out=place)
