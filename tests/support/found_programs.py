@@ -190,7 +190,7 @@ def foreach_norms_of_gradients(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
 
 
 # --- matmuls of different rows of one gather -------------------------------------------------------------------------
-@found("ATP406 ATP406", "Flux", x=[8, 16], text=[16, 24], image=[16, 24], text_out=[8, 16], image_out=[8, 16])
+@found("F ATP406", "Flux", x=[8, 16], text=[16, 24], image=[16, 24], text_out=[8, 16], image_out=[8, 16])
 def joint_attention_of_two_streams(
     x: Tensor, text: Tensor, image: Tensor, text_out: Tensor, image_out: Tensor
 ) -> Tensor:
@@ -201,16 +201,55 @@ def joint_attention_of_two_streams(
     return scatter(torch.cat([out[:5] @ text_out, out[5:] @ image_out]))
 
 
-@found("ATP406", "own", x=[8, 16], text=[16, 8], image=[16, 8])
+@found("F", "own", x=[8, 16], text=[16, 8], image=[16, 8])
 def two_streams_that_meet_at_a_border_of_shards(x: Tensor, text: Tensor, image: Tensor) -> list[Tensor]:
     whole = gather(x)
     return [whole[:8] @ text, whole[8:] @ image]
 
 
-@found("ATP406", "own", x=[2, 8, 16], text=[16, 8], image=[16, 8], sound=[16, 12])
+@found("F", "own", x=[2, 8, 16], text=[16, 8], image=[16, 8], sound=[16, 12])
 def three_streams_in_a_batch(x: Tensor, text: Tensor, image: Tensor, sound: Tensor) -> list[Tensor]:
     whole = gather(x, 1)
     return [part @ w for part, w in zip(whole.split([3, 11, 2], 1), (text, image, sound), strict=True)]
+
+
+@found("F F", "own", trains=True, x=[1, 8, 16], text=[24, 16], image=[24, 16], bias=[24])
+def step_of_two_streams(x: Tensor, text: Tensor, image: Tensor, bias: Tensor) -> Tensor:
+    """The backward of a stream sums two products, and joins that of the other one to it."""
+    whole = all_gather_tensor_autograd(x, 1, dist.group.WORLD)
+    q, k = F.linear(whole[:, :5], text, bias), F.linear(whole[:, 5:], image, bias)
+    return F.scaled_dot_product_attention(q, k, k).square().sum()
+
+
+@found("F", "own", rows=(7, 12, 13), x=["tokens", 16], text=[16, 8], image=[16, 12])
+def streams_of_any_length(x: Tensor, text: Tensor, image: Tensor) -> list[Tensor]:
+    whole = gather(x)
+    return [whole[:5] @ text, whole[5:] @ image]
+
+
+@found("F", "own", x=[8, 16], w=[2, 16, 8])
+def stacked_weights_of_streams_with_a_write_between(x: Tensor, w: Tensor) -> list[Tensor]:
+    whole, w = gather(x), w.clone()
+    first = whole[:5] @ w[0]
+    w[1].add_(first.sum())
+    return [first, whole[5:] @ w[1]]
+
+
+@found("F", "own", x=[8, 16], text=[16, 8], image=[16, 8])
+def streams_of_which_one_is_normed(x: Tensor, text: Tensor, image: Tensor) -> list[Tensor]:
+    whole = gather(x)
+    return [F.layer_norm(whole[:5], [16]) @ text, whole[5:] @ image]
+
+
+@found("F F F F", "torchtitan", trains=True, x=[8, 16], head=[24, 16], words=[16, INT64])
+def head_and_loss_in_gathered_chunks(x: Tensor, head: Tensor, words: Tensor) -> Tensor:
+    """As the reason of the next program says it."""
+    parts = zip(x.chunk(2), words.view(RANKS, 8).chunk(2, 1), strict=True)
+    losses = [
+        F.cross_entropy(all_gather_tensor_autograd(rows, 0, dist.group.WORLD) @ head.t(), word.flatten())
+        for rows, word in parts
+    ]
+    return torch.stack(losses).mean()
 
 
 @found("ATP406 ATP406", "torchtitan", trains=True, x=[8, 16], head=[24, 16], words=[16, INT64])

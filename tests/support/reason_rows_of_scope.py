@@ -296,18 +296,24 @@ def all_reduce_of_embeddings(b: GraphBuilder) -> Node:
 
 # --- parts -------------------------------------------------------------------------------------------------------
 @row("TAKEN_IN_PARTS", "of wait_tensor: slice_1 [0, 7), slice_2 [7, 16)")
-def rows_of_two_kinds(b: GraphBuilder) -> Node:
-    """Text and image tokens, each with a weight of its own."""
-    whole = gathered(b)
-    text, image = (b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, 7), (7, 2**63 - 1)))
-    return b.cat([times(b, text), b.mm(image, b.input("v", [8, 12]))])
+def rows_in_chunks(b: GraphBuilder) -> Node:
+    """Two, by one weight."""
+    whole, w = gathered(b), b.input("w", [8, 12])
+    return b.cat([b.mm(b.call(aten.slice.Tensor, whole, 0, *ends), w) for ends in ((0, 7), (7, 2**63 - 1))])
 
 
 @row("TAKEN_IN_PARTS", "of cat: slice_1 [0, 3), slice_2 [3, 8)")
-def steps_of_two_kinds(b: GraphBuilder) -> Node:
-    whole = b.cat(b.chunks(gathered(b, 3, 2, 8)), dim=1)
-    text, image = (b.call(aten.slice.Tensor, whole, 1, *ends) for ends in ((0, 3), (3, 8)))
-    return b.cat([times(b, b.reshape(text, [9, 8])), b.mm(b.reshape(image, [15, 8]), b.input("v", [8, 12]))])
+def steps_in_chunks(b: GraphBuilder) -> Node:
+    whole, w = b.cat(b.chunks(gathered(b, 3, 2, 8)), dim=1), b.input("w", [8, 12])
+    first, last = (b.call(aten.slice.Tensor, whole, 1, *ends) for ends in ((0, 3), (3, 8)))
+    return b.cat([b.mm(b.reshape(first, [9, 8]), w), b.mm(b.reshape(last, [15, 8]), w)])
+
+
+@row("TAKEN_IN_PARTS", "of wait_tensor: slice_1 [0, 5), slice_2 [5, 8)")
+def columns_of_two_kinds(b: GraphBuilder) -> Node:
+    whole = gathered(b)
+    first, last = (b.call(aten.slice.Tensor, whole, 1, *ends) for ends in ((0, 5), (5, 2**63 - 1)))
+    return b.cat([times(b, first), b.mm(last, b.input("v", [3, 12]))])
 
 
 @row("TAKEN_IN_PARTS", "of wait_tensor: getitem [0, 2), getitem_1 [2, 4), getitem_2 [4, 6) and 5 more")

@@ -6,6 +6,7 @@ from operator import getitem
 
 import reason_rows_of_limits as limits
 import reason_rows_of_scope as scope
+import torch
 from graph_builder import GraphBuilder, aten
 from reason_rows import FP8, gathered, mends, product, times
 from torch.fx import Node
@@ -75,6 +76,21 @@ def operand_gathered_for_both(b: GraphBuilder) -> tuple[Node, Node]:
 def head_whole(b: GraphBuilder) -> Node:
     pieces = b.call(aten.split.Tensor, times(b, gathered(b)), 2, 0)
     return b.cat([b.call(aten.amax.default, b.call(getitem, pieces, index), [1]) for index in range(8)])
+
+
+@mends(scope.head_in_chunks, differs="each chunk has rows of every rank")
+def head_in_chunks_of_gathered_pieces(b: GraphBuilder) -> Node:
+    pieces, w = b.call(aten.split.Tensor, b.input("x", [4, 8]), 1, 0), b.input("w", [8, 12])
+    chunks = [b.gather(b.call(getitem, pieces, index)) for index in range(4)]
+    return b.cat([b.call(aten.amax.default, b.mm(chunk, w), [1]) for chunk in chunks])
+
+
+@mends(scope.columns_of_two_kinds)
+def columns_gathered_by_themselves(b: GraphBuilder) -> Node:
+    x = b.input("x", [4, 8])
+    parts = (b.call(aten.slice.Tensor, x, 1, *ends) for ends in ((0, 5), (5, 2**63 - 1)))
+    first, last = (b.call(aten.clone.default, part, memory_format=torch.contiguous_format) for part in parts)
+    return b.cat([times(b, b.gather(first)), b.mm(b.gather(last), b.input("v", [3, 12]))])
 
 
 @mends(scope.two_products_joined_before_the_scatter, differs="both have one weight")

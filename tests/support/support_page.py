@@ -143,9 +143,14 @@ SECTIONS: dict[str, list[Form]] = {
             *("rows_picked_by_an_input", "rows_looked_up_as_embeddings", "embeddings_of_a_gathered_table"),
         ),
         form(
-            "→ parts of the rows, each to a matmul: two kinds of tokens, a head in chunks",
+            "→ ranges that are all rows, each to `mm`s of its own weights, as two kinds of tokens",
+            "fused: each weight multiplies its rows",
+            *("two_streams_that_meet_at_a_border_of_shards", "three_streams_in_a_batch"),
+        ),
+        form(
+            "→ chunks of rows for one weight, as of a head, or parts of columns → `mm`",
             "`ATP406`",
-            *("rows_of_two_kinds", "head_in_chunks"),
+            *("head_in_chunks", "columns_of_two_kinds"),
         ),
         form(
             "written into a buffer, seen as complex numbers, or padded in front → `mm`",
