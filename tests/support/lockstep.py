@@ -363,6 +363,7 @@ def _all_gather_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
     """outs[i] = all_gather(a_shard, gather_dim) @ bs[i] + biases[i]; then a_full, if asked for.
 
     With scales, of dequantized operands; the row scales may be gathered too. Then numbers that travel, if there are.
+    With `b_rows`, of some rows for each operand.
     """
     _, _, _, gather_dim, _, group_size, _, _, _, gather_a_scale, *_ = calls[0]
     _check_group_size(calls, group_size)
@@ -379,7 +380,13 @@ def _all_gather_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
         if b_scales is not None:
             a_wide, dtype = _scaled_rows(a_full, a_scale), out_dtype
             bs = [_scaled_columns(b, scale) for b, scale in zip(bs, b_scales, strict=True)]
-        outs = [_product(a_wide, b, bias).to(dtype) for b, bias in zip(bs, _padded(biases, len(bs)), strict=True)]
+        taken = [a_wide] * len(bs)
+        if call[15] is not None:
+            numbers = iter(call[15])
+            rows, ends = a_wide.flatten(0, -2), zip(numbers, numbers, numbers, strict=True)
+            taken = [torch.cat([run[first:end] for run in rows.split(every)]) for first, end, every in ends]
+        operands = zip(taken, bs, _padded(biases, len(bs)), strict=True)
+        outs = [_product(a, b, bias).to(dtype) for a, b, bias in operands]
         results.append([*outs, *([a_full] if return_a_full else []), *(part.clone() for part in along_full)])
     return results
 

@@ -1,0 +1,275 @@
+"""Ranges of the gathered rows, each for weights of its own: graphs before and after the pass, and what they compute.
+
+`EXPECTTEST_ACCEPT=1` writes the expectations anew.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from operator import getitem
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from graph_builder import GraphBuilder, aten
+from lockstep import differences, evaluate
+from passes import copied, outcomes, run_pass
+from rewritten import FP8, rewritten
+from torch.fx import Graph, Node
+
+END = 2**63 - 1
+
+
+def rows(b: GraphBuilder, whole: Node, first: int, end: int, dim: int = 0) -> Node:
+    return b.call(aten.slice.Tensor, whole, dim, first, end)
+
+
+def test_two_ranges_of_rows() -> None:
+    """With the weight gradient of the second, for which the gathered tensor is returned."""
+    b = GraphBuilder()
+    x, v, w, grad = b.input("x", [4, 8]), b.input("v", [8, 6]), b.input("w", [8, 12]), b.input("grad", [11, 12])
+    whole = b.gather(x)
+    text, image = rows(b, whole, 0, 5), rows(b, whole, 5, END)
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(text, v), b.mm(image, w), b.mm(b.permute(image, [1, 0]), grad))),
+        """\
+x: f32[4, 8]
+v: f32[8, 6]
+w: f32[8, 12]
+grad: f32[11, 12]
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f32[16, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[16, 8]
+slice_1 = slice(wait_tensor, 0, 0, 5)  # f32[5, 8]
+slice_2 = slice(wait_tensor, 0, 5, 9223372036854775807)  # f32[11, 8]
+mm = mm(slice_1, v)  # f32[5, 6]
+mm_1 = mm(slice_2, w)  # f32[11, 12]
+permute = permute(slice_2, [1, 0])  # f32[8, 11]s[1, 8]
+mm_2 = mm(permute, grad)  # f32[8, 12]
+return (mm, mm_1, mm_2)
+
+=== becomes ===
+
+x: f32[4, 8]
+v: f32[8, 6]
+w: f32[8, 12]
+grad: f32[11, 12]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[v, w], biases=[None, None], gather_dim=0,
+    return_a_full=True, group_size=4, group_name='tp', b_rows=[0, 5, 16, 5, 16, 16])  # (f32[5, 6], f32[11, 12],
+    f32[16, 8])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[5, 6]
+getitem_1 = getitem(all_gather_matmul_default, 1)  # f32[11, 12]
+getitem_2 = getitem(all_gather_matmul_default, 2)  # f32[16, 8]
+reshape_default = reshape(getitem_2, [4, 4, 8])  # f32[4, 4, 8]
+reshape_default_1 = reshape(reshape_default, [16, 8])  # f32[16, 8]
+slice_2 = slice(reshape_default_1, 0, 5, 9223372036854775807)  # f32[11, 8]
+permute = permute(slice_2, [1, 0])  # f32[8, 11]s[1, 8]
+mm_2 = mm(permute, grad)  # f32[8, 12]
+return (getitem, getitem_1, mm_2)
+""",
+    )
+
+
+def test_ranges_of_a_sequence_with_residuals_and_biases() -> None:
+    b = GraphBuilder(ranks=2)
+    x, v, w = b.input("x", [3, 4, 8]), b.input("v", [8, 6]), b.input("w", [8, 12])
+    bias, other = b.input("bias", [6]), b.input("other", [15, 12])
+    parts = b.call(aten.split_with_sizes.default, b.cat(b.chunks(b.gather(x)), dim=1), [3, 5], 1)
+    text, image = (b.call(getitem, parts, index) for index in range(2))
+    first = b.call(aten.addmm.default, bias, b.reshape(text, [9, 8]), v)
+    second = b.call(aten.addmm.default, other, b.reshape(image, [15, 8]), w)
+    assert_expected_inline(
+        rewritten(b.returns(first, second)),
+        """\
+x: f32[3, 4, 8]
+v: f32[8, 6]
+w: f32[8, 12]
+bias: f32[6]
+other: f32[15, 12]
+all_gather_into_tensor = all_gather_into_tensor(x, 2, 'tp')  # f32[6, 4, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[6, 4, 8]
+split = split(wait_tensor, 3, 0)  # (f32[3, 4, 8], f32[3, 4, 8])
+getitem = getitem(split, 0)  # f32[3, 4, 8]
+getitem_1 = getitem(split, 1)  # f32[3, 4, 8]
+cat = cat([getitem, getitem_1], 1)  # f32[3, 8, 8]
+split_with_sizes = split_with_sizes(cat, [3, 5], 1)  # (f32[3, 3, 8]s[64, 8, 1], f32[3, 5, 8]s[64, 8, 1])
+getitem_2 = getitem(split_with_sizes, 0)  # f32[3, 3, 8]s[64, 8, 1]
+getitem_3 = getitem(split_with_sizes, 1)  # f32[3, 5, 8]s[64, 8, 1]
+reshape = reshape(getitem_2, [9, 8])  # f32[9, 8]
+addmm = addmm(bias, reshape, v)  # f32[9, 6]
+reshape_1 = reshape(getitem_3, [15, 8])  # f32[15, 8]
+addmm_1 = addmm(other, reshape_1, w)  # f32[15, 12]
+return (addmm, addmm_1)
+
+=== becomes ===
+
+x: f32[3, 4, 8]
+v: f32[8, 6]
+w: f32[8, 12]
+bias: f32[6]
+other: f32[15, 12]
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[v, w], biases=[bias, None], gather_dim=1,
+    return_a_full=False, group_size=2, group_name='tp', b_rows=[0, 3, 8, 3, 8, 8])  # (f32[9, 6], f32[15, 12])
+getitem_4 = getitem(all_gather_matmul_default, 0)  # f32[9, 6]
+getitem_5 = getitem(all_gather_matmul_default, 1)  # f32[15, 12]
+add_tensor = add(getitem_5, other)  # f32[15, 12]
+return (getitem_4, add_tensor)
+""",
+    )
+
+
+def test_ranges_of_any_number_of_rows() -> None:
+    b = GraphBuilder()
+    x, v, w = b.input("x", [4, 8], dynamic=0), b.input("v", [8, 6]), b.input("w", [8, 12])
+    whole = b.gather(x)
+    assert_expected_inline(
+        rewritten(b.returns(b.mm(rows(b, whole, 0, 5), v), b.mm(rows(b, whole, 5, END), w))),
+        """\
+x: f32[s, 8]
+v: f32[8, 6]
+w: f32[8, 12]
+all_gather_into_tensor = all_gather_into_tensor(x, 4, 'tp')  # f32[4*s, 8]
+wait_tensor = wait_tensor(all_gather_into_tensor)  # f32[4*s, 8]
+slice_1 = slice(wait_tensor, 0, 0, 5)  # f32[5, 8]
+mm = mm(slice_1, v)  # f32[5, 6]
+slice_2 = slice(wait_tensor, 0, 5, 9223372036854775807)  # f32[4*s - 5, 8]
+mm_1 = mm(slice_2, w)  # f32[4*s - 5, 12]
+return (mm, mm_1)
+
+=== becomes ===
+
+x: f32[s, 8]
+v: f32[8, 6]
+w: f32[8, 12]
+sym_size_int = sym_size(x, 0)  # s
+mul = mul(sym_size_int, 4)  # 4*s
+sym_size_int_1 = sym_size(x, 0)  # s
+mul_1 = mul(sym_size_int_1, 4)  # 4*s
+sym_size_int_2 = sym_size(x, 0)  # s
+mul_2 = mul(sym_size_int_2, 4)  # 4*s
+all_gather_matmul_default = asynctp::all_gather_matmul(a_shard=x, bs=[v, w], biases=[None, None], gather_dim=0,
+    return_a_full=False, group_size=4, group_name='tp', b_rows=[0, 5, mul, 5, mul_1, mul_2])  # (f32[5, 6], f32[4*s
+    - 5, 12])
+getitem = getitem(all_gather_matmul_default, 0)  # f32[5, 6]
+getitem_1 = getitem(all_gather_matmul_default, 1)  # f32[4*s - 5, 12]
+return (getitem, getitem_1)
+""",
+    )
+
+
+# --- what stays -----------------------------------------------------------------------------------------------------
+def streams(b: GraphBuilder, whole: Node, *ends: tuple[int, int], weights: int = 2, dim: int = 0) -> list[Node]:
+    """Products of ranges, by so many weights in turn."""
+    parts = [rows(b, whole, *each, dim) for each in ends]
+    made = [b.input(f"w{index}", [parts[index].meta["val"].shape[-1], 12]) for index in range(weights)]
+    return [b.mm(part, made[index % weights]) for index, part in enumerate(parts)]
+
+
+def by_one_weight_in_two_layouts(b: GraphBuilder) -> list[Node]:
+    whole, w = b.gather(b.input("x", [4, 8])), b.input("w", [12, 8])
+    first, last = rows(b, whole, 0, 5), rows(b, whole, 5, END)
+    return [b.mm(first, b.permute(w, [1, 0])), b.mm(last, b.call(aten.t.default, w))]
+
+
+def of_a_contraction(b: GraphBuilder) -> list[Node]:
+    """Each element of a product needs all ranks' columns."""
+    return streams(b, b.cat(b.chunks(b.gather(b.input("x", [16, 2]))), dim=1), (0, 5), (5, END))
+
+
+def with_scales(b: GraphBuilder) -> list[Node]:
+    whole, scale = b.gather(b.input("x", [8, 32], FP8)), b.input("scale", [])
+    weights = [b.input(name, [32, 16], FP8, column_major=True) for name in "vw"]
+    ends = zip(weights, ((0, 16), (16, END)), strict=True)
+    return [b.scaled_mm(rows(b, whole, *each), weight, scale, scale) for weight, each in ends]
+
+
+def of_rearranged_shards(b: GraphBuilder) -> list[Node]:
+    """The rows of each shard are in another order than the rank sends them."""
+    whole = b.reshape(b.permute(b.reshape(b.gather(b.input("x", [4, 8])), [4, 2, 2, 8]), [0, 2, 1, 3]), [16, 8])
+    return streams(b, whole, (0, 5), (5, END))
+
+
+STAYS: dict[str, tuple[Callable[[GraphBuilder], list[Node]], str]] = {
+    "chunks": (lambda b: streams(b, b.gather(b.input("x", [4, 8])), (0, 5), (5, END), weights=1), "TAKEN_IN_PARTS"),
+    "one of three weights twice": (
+        lambda b: streams(b, b.gather(b.input("x", [4, 8])), (0, 5), (5, 9), (9, END)),
+        "TAKEN_IN_PARTS",
+    ),
+    "one weight in two layouts": (by_one_weight_in_two_layouts, "TAKEN_IN_PARTS"),
+    "rows that are left out": (
+        lambda b: streams(b, b.gather(b.input("x", [4, 8])), (0, 5), (7, END)),
+        "PIECES_MISSING",
+    ),
+    "rows that overlap": (lambda b: streams(b, b.gather(b.input("x", [4, 8])), (0, 9), (5, END)), "PIECES_MISSING"),
+    "columns": (lambda b: streams(b, b.gather(b.input("x", [4, 8])), (0, 5), (5, END), dim=1), "TAKEN_IN_PARTS"),
+    "a contraction": (of_a_contraction, "TAKEN_IN_PARTS"),
+    "scales": (with_scales, "TAKEN_IN_PARTS"),
+    "another order": (of_rearranged_shards, "TAKEN_IN_PARTS"),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_stays(name: str) -> None:
+    build, reason = STAYS[name]
+    b = GraphBuilder()
+    graph = b.returns(*build(b))
+    before = [str(node.target) for node in graph.nodes]
+    (remark,) = run_pass(graph).remarks
+    assert (remark.name, remark.hint != "") == (reason, True)
+    assert [str(node.target) for node in graph.nodes] == before
+
+
+def test_ranges_beside_a_matmul_of_all_rows() -> None:
+    """That one is fused; the others take what is returned."""
+    b = GraphBuilder()
+    whole = b.gather(b.input("x", [4, 8]))
+    check(b.returns(*streams(b, whole, (0, 5), (5, END)), b.mm(whole, b.input("all", [8, 3]))), 4, expected=["F"])
+
+
+def test_ranges_of_rows_of_all_ranks_in_turn() -> None:
+    b = GraphBuilder()
+    whole = b.reshape(b.permute(b.reshape(b.gather(b.input("x", [4, 8])), [4, 4, 8]), [1, 0, 2]), [16, 8])
+    check(b.returns(*streams(b, whole, (0, 5), (5, END))), 4, expected=["F"])
+
+
+def test_a_weight_that_needs_the_other_product() -> None:
+    """One fused op cannot make both; it makes the first, and returns what it has gathered."""
+    b = GraphBuilder()
+    whole, v, w = b.gather(b.input("x", [4, 8])), b.input("v", [8, 12]), b.input("w", [8, 12])
+    first = b.mm(rows(b, whole, 0, 5), v)
+    weight = b.mul(w, b.call(aten.sum.default, first))
+    graph = b.returns(first, b.mm(rows(b, whole, 5, END), weight))
+    check(graph, 4, expected=["F"])
+
+
+# --- what they compute ----------------------------------------------------------------------------------------------
+def check(graph: Graph, ranks: int, expected: list[str]) -> None:
+    """The pass does that, and ranks compute the same."""
+    before = copied(graph)
+    assert outcomes(run_pass(graph)) == expected
+    values = [
+        [torch.randn(node.meta["val"].shape) for node in graph.nodes if node.op == "placeholder"] for _ in range(ranks)
+    ]
+    wanted, found = (evaluate(each, [[value.clone() for value in of] for of in values]) for each in (before, graph))
+    assert not differences(wanted, found, 1e-4)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_ranges_compute_the_same(seed: int) -> None:
+    """Of any number of ranks, in any order, some by two weights, some of which others use too."""
+    draw = random.Random(seed)
+    ranks, outer, inner = draw.choice((2, 4)), draw.choice((1, 1, 3)), draw.randint(1, 6)
+    b = GraphBuilder(ranks=ranks)
+    shard = b.input("x", [outer, inner, 8] if outer > 1 else [inner, 8])
+    whole = b.cat(b.chunks(b.gather(shard)), dim=1) if outer > 1 else b.gather(shard)
+    dim, size = whole.meta["val"].dim() - 2, inner * ranks
+    cuts = sorted(draw.sample(range(1, size), min(size - 1, draw.randint(1, 3))))
+    ends = list(zip([0, *cuts], [*cuts, size], strict=True))
+    draw.shuffle(ends)
+    outs: list[Node] = []
+    for place, (first, end) in enumerate(ends):
+        part = rows(b, whole, first, end, dim)
+        flat = b.reshape(part, [outer * (end - first), 8])
+        outs += [b.mm(flat, b.input(f"w{place}_{i}", [8, draw.randint(1, 9)])) for i in range(draw.randint(1, 2))]
+        outs += [b.relu(part)] * draw.randint(0, 1)
+    check(b.returns(*outs), ranks, expected=["F"])
