@@ -543,11 +543,10 @@ MOVES_MORE = _skip(
 TAKEN_IN_PARTS = _skip(
     "ATP406",
     "TAKEN_IN_PARTS",
-    "matmuls take parts of the gathered tensor, or make parts of the reduced one, which together are all of it. "
-    "A gather's parts are chunks for one weight, as of a head, or are no ranges of its rows. A fused op would make all "
-    "chunks at once, or multiply all rows by each weight",
-    "divide the shard, and gather each piece by itself. A chunk then has rows of every rank, so divide labels alike. "
-    "Or, where memory allows it, multiply all rows and divide the result",
+    "matmuls take the gathered tensor in chunks for one weight, or in parts that are no ranges of rows, or make parts "
+    "of the reduced one. A fused op would make all chunks at once, or multiply all rows by each weight",
+    "divide the shard, and gather each piece: a chunk then has rows of every rank, so divide labels alike. Or, where "
+    "memory allows, multiply all rows and divide the result",
     "nothing to do where weights differ, or chunks save memory. Otherwise join the operands, and multiply them",
 )
 

@@ -36,10 +36,10 @@ class GatherCall(NamedTuple):
         along_shard: float32, one number per row of the shard (`[*, M/W, *, 1]`), with scales that are not gathered:
             gathered too, and returned last.
         all_keep: Every rank keeps the gathered A, the same on all ranks; None: as `return_a_full`.
+        b_rows: For each B `first`, `end` and `every`, without scales: of each run of `every` rows of the gathered A it
+            multiplies those from `first` to `end`, and its result is a matrix of these. None: each takes all rows.
         accord: What all ranks have agreed that this graph does otherwise than its program, as a number; 0: nothing.
             And `INVARIANT`, where the matmuls of the graph are batch-invariant on all of them.
-        b_rows: For each B three numbers, without scales: of each run of `every` rows of the gathered A it multiplies
-            those from `first` to `end`, and its result is [*, N], with these alone. None: every B takes all rows.
         op: The op's name, which is no argument.
     """
 
@@ -57,8 +57,8 @@ class GatherCall(NamedTuple):
     use_fast_accum: bool = False
     along_shard: Tensor | None = None
     all_keep: bool | None = None
-    accord: int = 0
     b_rows: Sequence[int | torch.SymInt] | None = None
+    accord: int = 0
     op: str = "all_gather_matmul"
 
     @property

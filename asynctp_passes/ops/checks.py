@@ -92,7 +92,7 @@ def _check_rows(call: GatherCall, dim: int, sizes: bool) -> None:
     require(len(given) == count, op, "b_rows", given, f"{count} numbers: first, end and every for each operand")
     rows = math.prod(gathered_shape(call.a_shard.shape, dim, call.group_size)[:-1])
     for i in range(len(call.bs)) if sizes else ():
-        first, end, every = given[3 * i : 3 * i + 3]
+        first, end, every = map(int, given[3 * i : 3 * i + 3])
         fits = 0 <= first <= end <= every and (rows == 0 or (every > 0 and rows % every == 0))
         require(fits, op, f"b_rows of bs[{i}]", (first, end, every), f"0 <= first <= end <= every, a divisor of {rows}")
 

@@ -27,7 +27,7 @@ SIGNATURES = {
     "all_gather_matmul": "(Tensor a_shard, Tensor[] bs, Tensor?[] biases, int gather_dim, bool return_a_full, "
     "int group_size, Any group_name, Tensor? a_scale=None, Tensor[]? b_scales=None, bool gather_a_scale=False, "
     "ScalarType? out_dtype=None, bool use_fast_accum=False, Tensor? along_shard=None, bool? all_keep=None, "
-    "int accord=0, SymInt[]? b_rows=None) -> Tensor[]",
+    "SymInt[]? b_rows=None, int accord=0) -> Tensor[]",
     "matmul_reduce_scatter": "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, int scatter_dim, "
     f"int group_size, Any group_name, {OF_SUMS}SymInt? real_rows=None, int accord=0) -> Tensor",
     "matmul_all_reduce": "(Tensor[] a_parts, Tensor[] b_parts, Tensor?[] biases, str reduce_op, Any group_name, "

@@ -213,12 +213,11 @@ def three_streams_in_a_batch(x: Tensor, text: Tensor, image: Tensor, sound: Tens
     return [part @ w for part, w in zip(whole.split([3, 11, 2], 1), (text, image, sound), strict=True)]
 
 
-@found("F F", "own", trains=True, x=[1, 8, 16], text=[24, 16], image=[24, 16], bias=[24])
+@found("F ATP104", "own", trains=True, x=[8, 16], text=[24, 16], image=[24, 16], bias=[24])
 def step_of_two_streams(x: Tensor, text: Tensor, image: Tensor, bias: Tensor) -> Tensor:
-    """The backward of a stream sums two products, and joins that of the other one to it."""
-    whole = all_gather_tensor_autograd(x, 1, dist.group.WORLD)
-    q, k = F.linear(whole[:, :5], text, bias), F.linear(whole[:, 5:], image, bias)
-    return F.scaled_dot_product_attention(q, k, k).square().sum()
+    whole = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+    q, k = F.linear(whole[:5], text, bias), F.linear(whole[5:], image, bias)
+    return q.sin().sum() + k.square().mean()
 
 
 @found("F", "own", rows=(7, 12, 13), x=["tokens", 16], text=[16, 8], image=[16, 12])
@@ -233,12 +232,6 @@ def stacked_weights_of_streams_with_a_write_between(x: Tensor, w: Tensor) -> lis
     first = whole[:5] @ w[0]
     w[1].add_(first.sum())
     return [first, whole[5:] @ w[1]]
-
-
-@found("F", "own", x=[8, 16], text=[16, 8], image=[16, 8])
-def streams_of_which_one_is_normed(x: Tensor, text: Tensor, image: Tensor) -> list[Tensor]:
-    whole = gather(x)
-    return [F.layer_norm(whole[:5], [16]) @ text, whole[5:] @ image]
 
 
 @found("F F F F", "torchtitan", trains=True, x=[8, 16], head=[24, 16], words=[16, INT64])

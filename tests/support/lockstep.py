@@ -381,8 +381,8 @@ def _all_gather_matmul(calls: Sequence[tuple[Any, ...]]) -> list[list[Tensor]]:
             a_wide, dtype = _scaled_rows(a_full, a_scale), out_dtype
             bs = [_scaled_columns(b, scale) for b, scale in zip(bs, b_scales, strict=True)]
         taken = [a_wide] * len(bs)
-        if call[15] is not None:
-            numbers = iter(call[15])
+        if call[14] is not None:
+            numbers = iter(call[14])
             rows, ends = a_wide.flatten(0, -2), zip(numbers, numbers, numbers, strict=True)
             taken = [torch.cat([run[first:end] for run in rows.split(every)]) for first, end, every in ends]
         operands = zip(taken, bs, _padded(biases, len(bs)), strict=True)

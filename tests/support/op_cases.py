@@ -22,8 +22,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 class GatherCase:
     """`scale`: "" (unscaled), "one" (tensorwise), "shard" (rowwise, gathered) or "full" (rowwise, replicated).
 
-    weight: Bs are [N, K] in memory, as a layer's; strided: all operands are transposed in memory. takes: of the gathered
-    rows of each leading index, in parts of all, those that each B takes: (first, end).
+    weight: Bs are [N, K] in memory, as a layer's; strided: all operands are transposed in memory. takes: of the
+    gathered rows of each leading index, in parts of all, those that each B takes: (first, end).
     """
 
     name: str

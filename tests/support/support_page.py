@@ -144,7 +144,7 @@ SECTIONS: dict[str, list[Form]] = {
         ),
         form(
             "→ ranges that are all rows, each to `mm`s of its own weights, as two kinds of tokens",
-            "fused: each weight multiplies its rows",
+            "fused",
             *("two_streams_that_meet_at_a_border_of_shards", "three_streams_in_a_batch"),
         ),
         form(
