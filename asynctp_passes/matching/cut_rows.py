@@ -66,7 +66,7 @@ def cut_dimension(node: fx.Node, ranks: int, sizes: Sizes) -> int | None:
     """The dimension whose last few indices a slice, or negative padding, cuts off; None if there is none."""
     traits, axis = traits_of(node), None
     before = tensor_of(node.args[0]) if traits.takes_range or traits.view is View.PAD else None
-    if before is None:
+    if before is None or tensor_of(node) is None:
         return None
     values, dims = arguments(node), before.dim()
     if traits.view is View.PAD:
@@ -119,8 +119,9 @@ def _weights(operand: fx.Node, sizes: Sizes) -> Iterator[fx.Node | None]:
             yield None
             continue
         weight = matmul.b
-        while traits_of(weight).view is not None and (before := tensor_of(weight.args[0])) is not None:
-            if not same(product(sizes.of(before)), product(sizes.of(value_of(weight)))):
+        while traits_of(weight).view is not None:
+            before, after = tensor_of(weight.args[0]), tensor_of(weight)
+            if before is None or after is None or not same(product(sizes.of(before)), product(sizes.of(after))):
                 break
             weight = weight.args[0]  # type: ignore[assignment]  # a node
         yield weight
@@ -171,6 +172,8 @@ def all_parts(propagation: Propagation, sizes: Sizes) -> Iterator[tuple[fx.Node,
 def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
     """The parts that a node takes of a tensor; none of one that takes it in another way."""
     traits, before = traits_of(user), sizes.of(value_of(whole))
+    if "val" not in user.meta:
+        return
     if traits.takes_range and arguments(user).get("step", 1) == 1 and user.args[:1] == (whole,):
         values = arguments(user)
         dim = values["dim"] % len(before)

@@ -242,6 +242,23 @@ def test_a_weight_that_needs_the_other_product() -> None:
     check(graph, 4, expected=["F"])
 
 
+def test_a_node_without_value_is_no_crash() -> None:
+    """Whichever it is."""
+
+    def graph() -> Graph:
+        b = GraphBuilder()
+        pieces = b.call(aten.split_with_sizes.default, b.gather(b.input("x", [4, 8])), [5, 11])
+        first, last = (b.call(getitem, pieces, index) for index in range(2))
+        transposed = b.permute(b.input("w", [12, 8]), [1, 0])
+        return b.returns(b.mm(rows(b, first, 0, 5), b.input("v", [8, 12])), b.mm(last, transposed))
+
+    for place, _ in enumerate(graph().nodes):
+        damaged = graph()
+        [*damaged.nodes][place].meta.pop("val", None)
+        assert run_pass(damaged).remarks
+        damaged.lint()
+
+
 # --- what they compute ----------------------------------------------------------------------------------------------
 def check(graph: Graph, ranks: int, expected: list[str]) -> None:
     """The pass does that, and ranks compute the same."""
