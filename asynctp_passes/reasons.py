@@ -543,8 +543,9 @@ MOVES_MORE = _skip(
 TAKEN_IN_PARTS = _skip(
     "ATP406",
     "TAKEN_IN_PARTS",
-    "matmuls take the gathered tensor in chunks for one weight, or in parts that are no ranges of rows, or make parts "
-    "of the reduced one. A fused op would make all chunks at once, or multiply all rows by each weight",
+    "matmuls take chunks of a gathered tensor for one weight, more than four of its parts, or parts that are no ranges "
+    "of rows. Or they make parts of a reduced one. A fused op would make all at once, or multiply all rows by each "
+    "weight",
     "divide the shard, and gather each piece: a chunk then has rows of every rank, so divide labels alike. Or, where "
     "memory allows, multiply all rows and divide the result",
     "nothing to do where weights differ, or chunks save memory. Otherwise join the operands, and multiply them",

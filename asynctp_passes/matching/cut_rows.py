@@ -9,7 +9,8 @@ Where ranges of rows together are all of them, the fused op multiplies each by i
 
     shard → all_gather → wait → view* → {slice, split}+ → {copy, reshape}* → matmul, by another weight for each range
 
-Ranges that one weight multiplies are chunks, which save the memory of the whole result. They stay as they are.
+Ranges that one weight multiplies are chunks, which save the memory of the whole result. They stay as they are, and so
+do more than `MOST_RANGES`, as of experts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import incomplete
 from asynctp_passes.layout.propagation import Propagation
 from asynctp_passes.reasons import Refusal
+
+MOST_RANGES = 4
+"""So many ranges of rows are multiplied at once, which takes the memory of all results at a time."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def find_ranges(propagation: Propagation, sizes: Sizes) -> Iterator[Cut]:
         found = [[*_cuts(whole, propagation.maps[whole], part, sizes)] for part in parts]
         weights = [{weight for cut in cuts for weight in _weights(cut.operand, sizes)} for cuts in found]
         apart = sum(map(len, weights)) == len(set().union(*weights))
-        if apart and not any(None in each for each in weights):
+        if apart and len(parts) <= MOST_RANGES and not any(None in each for each in weights):
             yield from (replace(cut, is_range=True) for cuts in found for cut in cuts)
 
 

@@ -57,12 +57,12 @@ def _gather_then_multiply(call: GatherCall, mover: Mover | None) -> list[Tensor]
     where = (call.gather_dim, call.group_size, call.group_name)
     a_full, row_numbers = gather_with(call.a_shard, call.row_numbers, *where, mover)
     scale = row_numbers if call.gather_a_scale and row_numbers is not None else call.a_scale
-    outs = [_matmul(call, i, _taken(a_full, call.rows_of(i)), scale, mover) for i in range(len(call.bs))]
+    outs = [_matmul(call, i, taken(a_full, call.rows_of(i)), scale, mover) for i in range(len(call.bs))]
     outs += [a_full] if call.return_a_full else []
     return [*outs, row_numbers] if call.along_shard is not None and row_numbers is not None else outs
 
 
-def _taken(a_full: Tensor, rows: tuple[int, int, int] | None) -> Tensor:
+def taken(a_full: Tensor, rows: tuple[int, int, int] | None) -> Tensor:
     """The rows of the gathered A that an operand takes, as a matrix; all of it where it has no `rows`."""
     if rows is None:
         return a_full

@@ -245,7 +245,7 @@ class Call:
     # --- results -----------------------------------------------------------------------------------------------
     def expected(self) -> list[Tensor]:
         """The results in fp32 from operands in fp32 (TF32 off); fp64 would take longer than the benchmark."""
-        a_parts = [self.full] * len(self.bs) if self.gathers else self.a_parts
+        a_parts = [self._taken(self.full, i) for i in range(len(self.bs))] if self.gathers else self.a_parts
         a_scales = [self.full_scale] * len(self.bs) if self.gathers else self.a_scales
         products = []
         for i, (a, b, bias) in enumerate(zip(a_parts, self.bs, self.biases, strict=True)):
@@ -310,7 +310,11 @@ class Call:
 
     def _products(self, a: Tensor, a_scale: Tensor | None) -> list[Tensor]:
         """The matmuls of a gathered A and its scale."""
-        return [self._product(i, a, a_scale) for i in range(len(self.bs))]
+        return [self._product(i, self._taken(a, i), a_scale) for i in range(len(self.bs))]
+
+    def _taken(self, a: Tensor, i: int) -> Tensor:
+        """The rows of a gathered A that operand `i` takes."""
+        return reference.taken(a, self.call.rows_of(i))
 
     def _total(self) -> Tensor:
         """The sum of the products before a reduction."""
@@ -356,7 +360,7 @@ class Call:
         """
         intree, a, fast = torch.ops.symm_mem, self.a_parts[0], self.call.use_fast_accum
         plain, count = all(bias is None for bias in self.biases), len(self.bs)
-        if self.gathers and self.along is None and (self.scaled or plain):
+        if self.gathers and self.along is None and self.call.b_rows is None and (self.scaled or plain):
             if self.scaled:
                 full, outs = intree.fused_all_gather_scaled_matmul(
                     a, self.bs, self.a_scales[0], self.b_scales, self.dim, self.group, self.biases, [None] * count,

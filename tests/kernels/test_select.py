@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import re
@@ -50,7 +51,7 @@ from selections import (
 )
 from torch.fx import Graph
 
-from asynctp_passes.ops.calls import SIGNATURES
+from asynctp_passes.ops.calls import INVARIANT, SIGNATURES
 from asynctp_passes.torch_private import process_groups
 
 
@@ -282,6 +283,56 @@ def test_environment_auto_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     select.refresh()
     with pytest.raises(ValueError, match=rf"{select.VARIABLE}='Fused' is not valid"):
         select.requested()
+
+
+def ranges(*ends: int) -> list[int]:
+    return [number for first, end in itertools.pairwise(ends) for number in (first, end, ends[-1])]
+
+
+def explain_ranges(rows: int, k: int, ns: tuple[int, ...], world: int, **optional: Any) -> select.Choice:
+    a_shard, bs = empty(rows // world, k), [weight(k, n) for n in ns]
+    return explain("all_gather_matmul", a_shard, bs, [None] * len(ns), 0, False, optional, world=world)
+
+
+@pytest.mark.parametrize(
+    ("world", "ends", "k", "ns", "expected"),
+    [
+        (2, (0, 512, 4608), 3072, (4608, 4608), "decomposed"),
+        (4, (0, 8192, 16384), 8192, (7168, 7168), "decomposed"),
+        (8, (0, 8192, 16384), 8192, (3584, 3584), "decomposed"),
+        (8, (0, 512, 4608), 3072, (1152, 1152), WHOLE),
+        (4, (0, 512, 4608), 3072, (2304, 2304), WHOLE),
+    ],
+)
+def test_ranges_of_rows_are_multiplied_as_they_come_where_that_is_faster(
+    world: int, ends: tuple[int, ...], k: int, ns: tuple[int, ...], expected: str
+) -> None:
+    """Else all rows are gathered first, as the program does; text and image of a small model on many ranks are so."""
+    choice = explain_ranges(ends[-1], k, ns, world, b_rows=ranges(*ends))
+    assert (choice.implementation, choice.source) == (expected, "cost model")
+    assert choice.estimates_us.keys() == {"decomposed", WHOLE}
+    assert choice.refused["fused"] == "matmuls of different rows of A"
+    assert min(choice.estimates_us, key=lambda name: choice.estimates_us[name]) == expected
+
+
+def test_ranges_of_rows_that_nobody_multiplies_by_pieces() -> None:
+    """Batch-invariant ones, and more of them than there are chunks."""
+    halves, sizes = ranges(0, 8192, 16384), (16384, 8192, (7168, 7168), 4)
+    invariant = explain_ranges(*sizes, b_rows=halves, accord=INVARIANT)
+    many = explain_ranges(*sizes, b_rows=ranges(0, 8, 16))
+    for choice in (invariant, many):
+        assert (choice.implementation, choice.source) == (WHOLE, "only one that can")
+    assert invariant.refused["decomposed"] == "matmuls of different rows of A"
+    assert many.refused["decomposed"].startswith("512 matmuls for a range of rows, more than ")
+
+
+def test_a_table_does_not_decide_for_ranges_of_rows(table: Path) -> None:
+    """Where they lie is no part of its keys."""
+    call = call_of("all_gather_matmul", empty(576, 3072), [weight(3072, 1152)] * 2, [None] * 2, 0, False, world=8)
+    of_ranges = cuda.problem_of(call._replace(b_rows=ranges(0, 512, 4608)), 8)
+    assert (of_ranges.key, of_ranges.pieces) == ("gather:8:bfloat16:3072:1152:pieces", 9)
+    write(table, {H200: {of_ranges.key: {"4608": "decomposed"}}})
+    assert select.measured_choice(of_ranges, H200) is None
 
 
 # --- tables ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ from asynctp_passes import doctor
 from asynctp_passes.reporting.files import write_whole
 
 GPU, KEY = "NVIDIA H200", "gather:2:bfloat16:4096:2048"
-GOOD: dict[str, Any] = {GPU: {KEY: {"64": "fused", "2147483647": "direct"}, f"{KEY}+512:precise:wide:full:2x": {}}}
+GOOD: dict[str, Any] = {
+    GPU: {KEY: {"64": "fused", "2147483647": "direct"}, f"{KEY}+512:precise:wide:full:pieces:2x": {}}
+}
 
 
 def of_rows(rows: str, implementation: object = "fused") -> dict[str, Any]:

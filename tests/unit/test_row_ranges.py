@@ -201,6 +201,10 @@ STAYS: dict[str, tuple[Callable[[GraphBuilder], list[Node]], str]] = {
         "PIECES_MISSING",
     ),
     "rows that overlap": (lambda b: streams(b, b.gather(b.input("x", [4, 8])), (0, 9), (5, END)), "PIECES_MISSING"),
+    "five ranges": (
+        lambda b: streams(b, b.gather(b.input("x", [4, 8])), (0, 3), (3, 5), (5, 6), (6, 9), (9, END), weights=5),
+        "TAKEN_IN_PARTS",
+    ),
     "columns": (lambda b: streams(b, b.gather(b.input("x", [4, 8])), (0, 5), (5, END), dim=1), "TAKEN_IN_PARTS"),
     "a contraction": (of_a_contraction, "TAKEN_IN_PARTS"),
     "scales": (with_scales, "TAKEN_IN_PARTS"),

@@ -182,7 +182,12 @@ def refresh() -> None:
 
 
 def measured_choice(problem: Problem, device_name: str, table: tables.Table | None = None) -> str | None:
-    """The fastest for this shape at the nearest measured number of rows within a factor of 1.5; else None."""
+    """The fastest for this shape at the nearest measured number of rows within a factor of 1.5; else None.
+
+    None for matmuls of some rows each: how these lie is no part of the key.
+    """
+    if problem.pieces:
+        return None
     by_rows = (_table() if table is None else table).get(device_name, {}).get(problem.key, {})
     if not by_rows:
         return None

@@ -29,9 +29,9 @@ _NUMBER = re.compile("[1-9][0-9]{0,9}")
 _SIZES = "[0-9]{1,10}(?:[+][0-9]{1,10})*"
 _KEY = re.compile(
     f"(?:gather|scatter|all_reduce):[1-9][0-9]{{0,4}}:(?P<dtype>[a-z0-9_]+):{_SIZES}:{_SIZES}"
-    "(?::precise)?(?::wide)?(?::full)?(?::[1-9][0-9]{0,9}x)?"
+    "(?::precise)?(?::wide)?(?::full)?(?::pieces)?(?::[1-9][0-9]{0,9}x)?"
 )
-KEY_FORM = "OP:RANKS:DTYPE:DEPTHS:WIDTHS, as gather:2:bfloat16:4096:2048+512, then :precise, :wide, :full, :2x"
+KEY_FORM = "OP:RANKS:DTYPE:DEPTHS:WIDTHS, as gather:2:bfloat16:4096:2048+512, then :precise, :wide, :full, :pieces, :2x"
 
 
 def read(path: Path, implementations: Sequence[str]) -> Table:
