@@ -51,6 +51,10 @@ CALLS = {
     "gather of several products, a bias and A itself": gather(
         spec(32, 64), spec(64, 48, column_major=True), spec(64, 16), biases=[spec(48), None], full=True
     ),
+    "gather of ranges": (
+        "all_gather_matmul",
+        {**gather(spec(32, 64), spec(64, 48), spec(64, 16))[1], "b_rows": [0, 24, 64, 24, 64, 64]},
+    ),
     "gather along dimension 1": gather(spec(3, 32, 64), spec(64, 48), dim=1),
     "gather along the contraction": gather(spec(32, 64), spec(128, 48), dim=1),
     "gather of rows with gaps": gather(spec(32, 64, stride=[80, 1]), spec(64, 48), biases=[spec(48, stride=[0])]),

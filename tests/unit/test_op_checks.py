@@ -158,6 +158,15 @@ def _given_rows(rows: int, dim: int = 1) -> Any:
     return lambda module: lambda group: call([X], [W], [None], "sum", dim, 4, group, real_rows=rows)
 
 
+def _given_ranges(rows: list[int], dim: int = 1, **scales: Any) -> Any:
+    call = torch.ops.asynctp.all_gather_matmul
+    return lambda module: (
+        lambda group: call(
+            [X, XQ][bool(scales)], [[W, WQ][bool(scales)]], [None], dim, False, 4, group, b_rows=rows, **scales
+        )
+    )
+
+
 def _in_mesh(dim: Any) -> Any:
     return lambda module: (
         lambda g: _gather(group=(dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dim))(module)(g)
@@ -228,6 +237,23 @@ BAD_CALLS = {
     "rows of columns": (
         _given_rows(3, dim=2),
         "real_rows=3 is not valid; it must be from 0 to 12, the size of dimension 2",
+    ),
+    "ranges of two operands for one": (
+        _given_ranges([0, 8, 32, 8, 32, 32]),
+        "b_rows=[0, 8, 32, 8, 32, 32] is not valid; it must be 3 numbers: first, end and every for each operand",
+    ),
+    "a range that ends too late": (
+        _given_ranges([8, 33, 32]),
+        "b_rows of bs[0]=(8, 33, 32) is not valid; it must be 0 <= first <= end <= every, a divisor of 96",
+    ),
+    "a range of no whole number": (_given_ranges([0, 8, 36]), "b_rows of bs[0]=(0, 8, 36) is not valid"),
+    "a range of a contraction": (
+        _given_ranges([0, 1, 3], dim=2),
+        "b_rows=[0, 1, 3] is not valid; it must be absent with scales, or where the last dimension is gathered",
+    ),
+    "a range with scales": (
+        _given_ranges([0, 8, 32], a_scale=ONE, b_scales=[ONE], out_dtype=BF16),
+        "b_rows=[0, 8, 32] is not valid; it must be absent with scales",
     ),
     "no factors": (_all_reduce(factors=[]), "len(factors)=0 is not valid; it must be 1, one for each product, or 2"),
     "a factor that rounds": (_all_reduce(factors=[0.3]), "factors[0]=0.3 is not valid; it must be a power of two from"),
@@ -329,6 +355,13 @@ def test_a_padded_gradient_raises(fake_group: str) -> None:
     x, given = X.clone().requires_grad_(), ([W], [None], "sum", 1, 4, fake_group)
     out = torch.ops.asynctp.matmul_reduce_scatter([x], *given, real_rows=7)
     with pytest.raises(NotImplementedError, match="a call with real_rows has no gradient; pad the rows of A"):
+        out.sum().backward()
+
+
+def test_a_gradient_of_ranges_raises(fake_group: str) -> None:
+    x, given = X.clone().requires_grad_(), ([W], [None], 1, False, 4, fake_group)
+    (out,) = torch.ops.asynctp.all_gather_matmul(x, *given, b_rows=[0, 8, 32])
+    with pytest.raises(NotImplementedError, match="a call with b_rows has no gradient; gather A, and multiply slices"):
         out.sum().backward()
 
 
