@@ -47,6 +47,7 @@ def match_gather(
     region = ShardRegion(context, gather)
     placed, missed = placed_matmuls(region)
     searched, hoisted, refused = [(region, placed, missed)], list[PlacedMatmul](), dict[fx.Node, Refusal]()
+    followed: list[Propagation] = []
     if any(user in context.ways_down for user in propagation.all_users()):
         grown, not_hoisted = ShardRegion(context, gather), {one.matmul.node for one in placed}
         grown.grow()
@@ -54,11 +55,12 @@ def match_gather(
         hoisted = [one for one in computed if one.matmul.node not in not_hoisted]
         searched.insert(1 if _in_rows(placed) else 0, (grown, _in_rows(hoisted) if placed else hoisted, why))
         refused = {**grown.refused, **why}
+        followed = [root.propagation for root in grown.roots.values() if root.node is not gather.node]
     late: dict[fx.Node, Refusal] = {}
     found = _with_chains(context, searched, [*placed, *hoisted], wanted, late)
     first = next(found, None)
     if first is None:
-        return missed_gather(region, {**missed, **late}, refused)
+        return missed_gather(region, {**missed, **late}, refused, followed)
     return first if allowed(first) else next(filter(allowed, found), first)
 
 

@@ -33,15 +33,23 @@ from asynctp_passes.layout.placement import RankPlacement, locate_ranks
 from asynctp_passes.layout.propagation import Propagation, is_view, pads_at_end, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate
-from asynctp_passes.matching.cut_rows import all_parts, cut_dimension
+from asynctp_passes.matching.cut_rows import all_parts, cut_dimension, find_ranges
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import symbolic_sizes
 
 
-def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: Mapping[fx.Node, Refusal]) -> Candidate:
-    """A gather without a chain: why its `own` matmuls are not fused, and those after what is `refused`."""
+def missed_gather(
+    region: ShardRegion,
+    own: Mapping[fx.Node, Refusal],
+    refused: Mapping[fx.Node, Refusal],
+    computed: Sequence[Propagation],
+) -> Candidate:
+    """A gather without a chain: why its `own` matmuls are not fused, and those after what is `refused`.
+
+    computed: Of what ranks can compute of the gathered rows.
+    """
     gather, sort = region.gather, region.context.sorted
     piece = _own_piece(gather, region.context.propagation_of(gather), region.context.sizes)
     if piece is not None:
@@ -50,7 +58,7 @@ def missed_gather(region: ShardRegion, own: Mapping[fx.Node, Refusal], refused: 
     misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
     misses = [_named(gather, region, miss) for miss in (*misses, *_near_gather(region, refused))]
     if any(miss.refusal.reason is reasons.PIECES_MISSING for miss in misses) and (
-        parts := _in_all_parts(region.context.propagation_of(gather), region.context.sizes)
+        parts := _in_all_parts(region, computed)
     ):
         misses = [_in_parts(miss, parts) for miss in misses]
     misses.sort(key=lambda miss: miss.refusal.reason.rank)
@@ -121,10 +129,9 @@ def _cuts_last_shard(node: fx.Node, gather: Collective, whole: IndexMap, sizes: 
     return axis is not None and isinstance(found, RankPlacement) and found.dim == axis
 
 
-def _in_parts(miss: _Miss, parts: str) -> _Miss:
+def _in_parts(miss: _Miss, parts: Refusal) -> _Miss:
     """A miss for want of rows that others take is one for rows in parts."""
-    missing = miss.refusal.reason is reasons.PIECES_MISSING
-    return replace(miss, refusal=Refusal(reasons.TAKEN_IN_PARTS, parts)) if missing else miss
+    return replace(miss, refusal=parts) if miss.refusal.reason is reasons.PIECES_MISSING else miss
 
 
 def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
@@ -179,15 +186,21 @@ def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
 
 
 # --- parts that are all of a gathered tensor -------------------------------------------------------------------
-def _in_all_parts(propagation: Propagation, sizes: Sizes) -> str:
-    """The parts in which a followed tensor is taken, if they are all of it, for people; empty if they are not.
+def _in_all_parts(region: ShardRegion, computed: Sequence[Propagation]) -> Refusal | None:
+    """That a tensor is taken in parts which are all of it: one that is followed, or of what is `computed`.
 
     No fused op multiplies chunks by one weight: it would make the result of all chunks at once, which they are to save.
+    Ranges of what is computed would be fused if that were gathered.
     """
-    for whole, parts in all_parts(propagation, sizes):
-        shown = [f"{part.steps[-1].name} [{part.start}, {part.end})" for part in parts]
-        return f"of {whole.name}: {', '.join(shown[:3])}" + (f" and {len(shown) - 3} more" if shown[3:] else "")
-    return ""
+    own, sizes = region.context.propagation_of(region.gather), region.context.sizes
+    for propagation in (own, *computed):
+        for whole, parts in all_parts(propagation, sizes):
+            shown = [f"{part.steps[-1].name} [{part.start}, {part.end})" for part in parts]
+            more = f" and {len(shown) - 3} more" if shown[3:] else ""
+            before = propagation is not own and any(True for _ in find_ranges(propagation, sizes))
+            reason = reasons.COMPUTED_BETWEEN if before else reasons.TAKEN_IN_PARTS
+            return Refusal(reason, f"of {whole.name}: {', '.join(shown[:3])}{more}")
+    return None
 
 
 # --- all-to-alls -----------------------------------------------------------------------------------------------

@@ -309,6 +309,20 @@ def steps_in_chunks(b: GraphBuilder) -> Node:
     return b.cat([b.mm(b.reshape(first, [9, 8]), w), b.mm(b.reshape(last, [15, 8]), w)])
 
 
+@row("TAKEN_IN_PARTS", "of relu: slice_1 [0, 7), slice_2 [7, 16)")
+def computed_rows_in_chunks(b: GraphBuilder) -> Node:
+    whole, w = b.relu(gathered(b)), b.input("w", [8, 12])
+    return b.cat([b.mm(b.call(aten.slice.Tensor, whole, 0, *ends), w) for ends in ((0, 7), (7, 2**63 - 1))])
+
+
+@row("COMPUTED_BETWEEN", "of relu: slice_1 [0, 7), slice_2 [7, 16)")
+def computed_rows_of_two_kinds(b: GraphBuilder) -> Node:
+    """Text and image tokens, each with a weight of its own."""
+    whole = b.relu(gathered(b))
+    text, image = (b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, 7), (7, 2**63 - 1)))
+    return b.cat([times(b, text), b.mm(image, b.input("v", [8, 12]))])
+
+
 @row("TAKEN_IN_PARTS", "of wait_tensor: slice_1 [0, 5), slice_2 [5, 8)")
 def columns_of_two_kinds(b: GraphBuilder) -> Node:
     whole = gathered(b)

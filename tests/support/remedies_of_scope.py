@@ -85,6 +85,13 @@ def head_in_chunks_of_gathered_pieces(b: GraphBuilder) -> Node:
     return b.cat([b.call(aten.amax.default, b.mm(chunk, w), [1]) for chunk in chunks])
 
 
+@mends(scope.computed_rows_of_two_kinds)
+def rows_of_two_kinds_computed_before_the_gather(b: GraphBuilder) -> Node:
+    whole = b.gather(b.relu(b.input("x", [4, 8])))
+    text, image = (b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, 7), (7, 2**63 - 1)))
+    return b.cat([times(b, text), b.mm(image, b.input("v", [8, 12]))])
+
+
 @mends(scope.columns_of_two_kinds)
 def columns_gathered_by_themselves(b: GraphBuilder) -> Node:
     x = b.input("x", [4, 8])
