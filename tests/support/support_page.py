@@ -436,8 +436,7 @@ Look here whether a form of your program is fused. A form that is not has a code
 - The backward has the same outcome. But ops before a forward's matmul come after the backward's: `ATP105`. Numbers
   that multiply its result come before: `ATP208`.
 - Spelling does not matter: [index maps](../explanation/how-a-chain-is-proven.md) follow the ops below in any order.
-  Dtypes of other sizes are followed after a gather, and back.
-- Whole programs are in [Tried](tried.md)."""
+  Dtypes of other sizes are followed after a gather, and back."""
 
 
 def page() -> str:
