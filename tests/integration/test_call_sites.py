@@ -236,7 +236,7 @@ def place(monkeypatch: pytest.MonkeyPatch, sized: bool = False, binds: bool = Tr
         return made[-1] if binds else None
 
     def op(shard: Tensor, bs: list[Tensor], biases: Any, *rest: Any) -> list[Tensor]:
-        assert rest == (0, False, 2, "0", None, None, False, None, False, None, None, 7)
+        assert rest == (0, False, 2, "0", None, None, False, None, False, None, None, None, 7)
         log.append("op")
         return [shard.new_zeros(2 * shard.shape[0], bs[0].shape[1])]
 
