@@ -291,6 +291,19 @@ def test_beside_chains_of_one_collective(kind: str) -> None:
     assert sets_of(report) == [("all_reduce", "all_reduce_1")]
 
 
+def test_a_question_tells_how_many_collectives_come_before() -> None:
+    """A bucket in a member's place, and one in front of a fused chain, which lies between the members."""
+    b = GraphBuilder()
+    in_its_place = b.returns(b.all_reduce(b.input("p", [8])), *(scaled(b, b.input(name, [4])) for name in "xy"))
+    b = GraphBuilder()
+    x, w, v = b.input("x", [4, 8]), b.input("w", [8, 8]), b.input("v", [8, 8])
+    weight, product = scaled(b, w), b.mm(w, v)
+    before_a_chain = b.returns(b.mm(b.gather(x), weight), scaled(b, product))
+    for graph, members in ((in_its_place, "[1, 2]"), (before_a_chain, "[0, 2]")):
+        (question,) = run_pass(graph).questions
+        assert question.deviations == (f"bucket: all_reduce(max) of torch.float32 for {members}, after the first 1",)
+
+
 # --- beside a late gather ----------------------------------------------------------------------------------
 def late(b: GraphBuilder, weight: Node, after: Node, whole: Node) -> Node:
     """A matmul of a gathered tensor, whose weight is reduced after the gather."""

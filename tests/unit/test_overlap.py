@@ -316,11 +316,12 @@ def product_behind_a_mutation(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 def gather_waited_for_behind_a_mutation(b: GraphBuilder) -> tuple[Node, ...]:
-    """Of what it gathers, too: it has to be done before."""
+    """Of what it gathers, too: it has to be done before, and so runs not beside the product in front of that."""
     x, fused = b.input("x", [4, 8]), b.scatter(product(b))
     started = b.call(c10d.all_gather_into_tensor.default, x, b.ranks, b.group)
+    other = product(b, "c")
     b.call(aten.add_.Tensor, x, 1.0)
-    return fused, b.mm(b.input("dy", [6, 8]), b.call(c10d.wait_tensor.default, started))
+    return fused, other, b.mm(b.input("dy", [6, 8]), b.call(c10d.wait_tensor.default, started))
 
 
 def gather_returned_before_the_wait(b: GraphBuilder) -> tuple[Node, ...]:

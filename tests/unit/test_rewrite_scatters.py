@@ -100,6 +100,38 @@ return (matmul_reduce_scatter_default)
     )
 
 
+def test_scatter_of_the_last_dimension_of_rows_that_move() -> None:
+    """The collective takes the rows of each rank's columns in another order: the rows of A move instead."""
+    b = GraphBuilder(ranks=2)
+    a, w = b.input("a", [6, 8]), b.input("w", [8, 12])
+    blocks = b.permute(b.reshape(b.mm(a, w), [3, 2, 2, 6]), [2, 1, 0, 3])
+    assert_expected_inline(
+        rewritten(b.returns(b.scatter(b.reshape(blocks, [12, 6])))),
+        """\
+a: f32[6, 8]
+w: f32[8, 12]
+mm = mm(a, w)  # f32[6, 12]
+reshape = reshape(mm, [3, 2, 2, 6])  # f32[3, 2, 2, 6]
+permute = permute(reshape, [2, 1, 0, 3])  # f32[2, 2, 3, 6]s[6, 12, 24, 1]
+reshape_1 = reshape(permute, [12, 6])  # f32[12, 6]
+reduce_scatter_tensor = reduce_scatter_tensor(reshape_1, 'sum', 2, 'tp')  # f32[6, 6]
+wait_tensor = wait_tensor(reduce_scatter_tensor)  # f32[6, 6]
+return (wait_tensor)
+
+=== becomes ===
+
+a: f32[6, 8]
+w: f32[8, 12]
+reshape_default = reshape(a, [3, 2, 8])  # f32[3, 2, 8]
+permute_default = permute(reshape_default, [1, 0, 2])  # f32[2, 3, 8]s[8, 16, 1]
+reshape_default_1 = reshape(permute_default, [6, 8])  # f32[6, 8]
+matmul_reduce_scatter_default = asynctp::matmul_reduce_scatter(a_parts=[reshape_default_1], b_parts=[w],
+    biases=[None], reduce_op='sum', scatter_dim=1, group_size=2, group_name='tp')  # f32[6, 6]
+return (matmul_reduce_scatter_default)
+""",
+    )
+
+
 def test_scatter_of_a_sum_of_three() -> None:
     """The input gradient of a QKV projection."""
     b = GraphBuilder()
