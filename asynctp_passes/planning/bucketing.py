@@ -88,7 +88,7 @@ def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket
     found = sorted((one for ours in sets.values() for one in ours), key=lambda one: one.before)
     fused = {chain.collective.node: chain for chain in fused_chains(decisions)}
     deviating = {group for group, _ in deviations_of(decisions, context.words)}
-    buckets = (_bucket(one, steps, place, context.segments, fused) for one in found if len(one.members) > 1)
+    buckets = (_bucket(one, steps, place, fused) for one in found if len(one.members) > 1)
     alone = [one for one in buckets if deviating <= {one.collective.group_key}]
     return _told_apart(alone, context)
 
@@ -107,17 +107,16 @@ def _bucket(
     chosen: _Set,
     steps: Sequence[Sequence[fx.Node]],
     place: Mapping[fx.Node, int],
-    segment: Mapping[fx.Node, int],
     fused: Mapping[fx.Node, Chain],
 ) -> Bucket:
     """The members in order, and what communicates next: a member that lies in their window, or at its end or after.
 
-    Other nodes may stand on another side of a late gather than their steps do. An in-place operation ends the search.
+    There is one: a member that depends on `after` comes after it. Other nodes may stand on another side of a late
+    gather than their steps do.
     """
     members = tuple(sorted(chosen.members, key=lambda member: place[member.node]))
     inside = [place[member.node] for member in members if chosen.after < place[member.node] < chosen.before]
-    left = [step[0] for step in steps[int(min([*inside, chosen.before])) :]]
-    at = next((node for node in left if communicates(node) or segment[node] > segment[left[0]]), left[-1])
+    at = next(step[0] for step in steps[int(min([*inside, chosen.before])) :] if communicates(step[0]))
     return Bucket(members, at, fused.get(at))
 
 
