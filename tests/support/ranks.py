@@ -84,6 +84,8 @@ _PRELOADED = [
     "torch",
     "torch._inductor.compile_fx",
     "torch._inductor.kernel_template_choice",
+    "torch._inductor.cudagraph_trees",
+    "torch.distributed.tensor.experimental._attention",
     "torch.distributed.tensor.parallel",
     "torch.utils.cpp_extension",
     "asynctp_passes.steps",

@@ -5,14 +5,17 @@ Python's collector leaves alone what is there by then; to look through it took a
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from unittest import mock
 
 import torch
 import torch._dynamo
+import torch.distributed._functional_collectives
 from garbage import collect_rarely
 from graph_builder import GraphBuilder
 from interpreter import rewrite_kernels
+from torch._dynamo import funcname_cache, trace_rules
 from torch._dynamo.utils import counters
 from unmeasured import leave_out_measurements
 
@@ -37,8 +40,20 @@ def _first_graph() -> None:
     assert len(asynctp_passes.run(graph, asynctp_passes.Config()).fused) == 2
 
 
+def _first_trace() -> None:
+    """What Dynamo looks up once: rules for torch's functions, and the names of those in files that programs call.
+
+    Torch forgets the rules when a process group is made, for it makes other rules than these, too.
+    """
+    rules = trace_rules.get_torch_obj_rule_map()
+    trace_rules.get_torch_obj_rule_map = functools.cache(lambda: rules)
+    for module in (torch.distributed._functional_collectives, torch.nn.functional, torch.nn.modules.linear):
+        funcname_cache.get_funcname(module.__file__, 1)
+
+
 leave_out_measurements()
 _first_graph()
 _first_compile()
+_first_trace()
 rewrite_kernels()
 collect_rarely()
