@@ -12,6 +12,8 @@ from unittest import mock
 import torch
 import torch._dynamo
 import torch.distributed._functional_collectives
+import torch.distributed.tensor.parallel.style
+import torch.utils.checkpoint
 from garbage import collect_rarely
 from graph_builder import GraphBuilder
 from interpreter import rewrite_kernels
@@ -20,6 +22,17 @@ from torch._dynamo.utils import counters
 from unmeasured import leave_out_measurements
 
 import asynctp_passes
+from asynctp_passes.reporting import internal
+
+_CALLED = (
+    torch.distributed._functional_collectives,
+    torch.distributed.tensor.parallel.style,
+    torch.nn.functional,
+    torch.nn.modules.activation,
+    torch.nn.modules.container,
+    torch.nn.modules.linear,
+    torch.utils.checkpoint,
+)
 
 
 def _first_compile() -> None:
@@ -33,21 +46,26 @@ def _first_compile() -> None:
 
 
 def _first_graph() -> None:
-    """Patterns that names of ops are compared with. The backend is not called: it leaves hooks in Dynamo."""
+    """Patterns that names of ops are compared with, and the hash of our sources.
+
+    The backend is not called: it leaves hooks in Dynamo.
+    """
     b = GraphBuilder()
     product = b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12]))
     graph = b.returns(b.scatter(b.mm(b.relu(product), b.input("v", [12, 8]))))
     assert len(asynctp_passes.run(graph, asynctp_passes.Config()).fused) == 2
+    internal.versions()
 
 
 def _first_trace() -> None:
-    """What Dynamo looks up once: rules for torch's functions, and the names of those in files that programs call.
+    """What Dynamo looks up once: rules for torch's functions, and the names of functions in files that programs call.
 
-    Torch forgets the rules when a process group is made, for it makes other rules than these, too.
+    Torch forgets the rules as soon as a process group is made, though they do not depend on groups.
     """
     rules = trace_rules.get_torch_obj_rule_map()
     trace_rules.get_torch_obj_rule_map = functools.cache(lambda: rules)
-    for module in (torch.distributed._functional_collectives, torch.nn.functional, torch.nn.modules.linear):
+    torch.overrides.get_overridable_functions()
+    for module in _CALLED:
         funcname_cache.get_funcname(module.__file__, 1)
 
 
