@@ -7,8 +7,9 @@ of a module or inside a function. No import goes in a circle, neither between ro
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -96,7 +97,8 @@ KERNELS_PRIVATE_TORCH: dict[str, set[str]] = {}
 
 
 # --- reading sources -------------------------------------------------------------------------------------------
-def modules(package: Path) -> dict[str, ast.Module]:
+@functools.cache
+def modules(package: Path) -> Mapping[str, ast.Module]:
     """Every module of a package, by its path without the suffix."""
     paths = sorted(package.rglob("*.py"))
     return {path.relative_to(package).with_suffix("").as_posix(): ast.parse(path.read_text("utf-8")) for path in paths}
