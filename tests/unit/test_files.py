@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 from passes import run_pass
+from profiles import THOROUGH
 from test_internal import Surprise, program
 from torch.fx import Graph
 
@@ -230,6 +231,7 @@ def test_a_cache_key_that_cannot_be_made_turns_caching_off() -> None:
 
 
 # --- places to read from ---------------------------------------------------------------------------------------
+TRIES = 400 if THOROUGH else 120
 ODD = (None, True, False, -1, 0, 0.5, 10**400, 2**70, float("inf"), float("nan"), "", "x", "\udc00", [], {}, [[]])
 
 
@@ -264,7 +266,7 @@ def written(path: Path, value: Any) -> Path:
 def test_damaged_reports(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, drawn = json.loads(run_pass(program()).to_json()), random.Random(0)
     assert cli.main([*arguments, str(written(tmp_path / "good", report))]) == 0
-    codes = [cli.main([*arguments, str(written(tmp_path / "bad", damaged(report, drawn)))]) for _ in range(400)]
+    codes = [cli.main([*arguments, str(written(tmp_path / "bad", damaged(report, drawn)))]) for _ in range(TRIES)]
     assert set(codes) == {0, 2}
     for line in capsys.readouterr().err.splitlines():
         assert line.startswith("asynctp: "), line
@@ -274,7 +276,7 @@ def test_damaged_reports_for_the_benchmark(tmp_path: Path) -> None:
     report, drawn = json.loads(run_pass(program()).to_json()), random.Random(1)
     report["remarks"] = [remark for remark in report["remarks"] if remark["call"]]
     assert len(cli.calls_of_report(written(tmp_path / "good", report))) == 2
-    for _ in range(300):
+    for _ in range(TRIES):
         remark = drawn.choice(report["remarks"])
         call = {**remark, "call": damaged(remark["call"], drawn)}
         path = written(tmp_path / "bad", {**report, "remarks": [call]})
@@ -344,7 +346,7 @@ def test_damaged_traces(arguments: list[str], tmp_path: Path, capsys: pytest.Cap
     drawn = random.Random(2)
     arguments = [str(tmp_path / "picture.svg") if each == "OUT" else each for each in arguments]
     assert cli.main(["profile", str(written(tmp_path / "good.json", TRACE)), *arguments]) == 0
-    for _ in range(300):
+    for _ in range(TRIES):
         path = written(tmp_path / "bad.json", damaged(TRACE, drawn))
         assert cli.main(["profile", str(path), *arguments]) in (0, 2)
     for line in capsys.readouterr().err.splitlines():
