@@ -116,11 +116,6 @@ class OpTraits:
         return self.view in _RANGES
 
     @property
-    def drops_rows(self) -> bool:
-        """True for a view that takes a range of rows, or rows by their numbers."""
-        return self.view in _RANGES | {View.PICK}
-
-    @property
     def takes_part(self) -> bool:
         """True for a view that takes some elements, or moves them: which ones may depend on the rank.
 

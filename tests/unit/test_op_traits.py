@@ -502,7 +502,6 @@ def values(graph: Graph, rank: int) -> list[torch.Tensor]:
         ("keeps_values", "prims.convert_element_type.default", "aten.view.dtype"),
         ("is_whole_or_piece", "aten.split.Tensor", "aten.slice.Tensor"),
         ("takes_range", "aten.narrow.default", "aten.select.int"),
-        ("drops_rows", "aten.index_select.default", "aten.cat.default"),
         ("takes_part", "aten.slice.Tensor", "aten.view.dtype"),
     ],
 )
