@@ -25,6 +25,7 @@ NO_PROGRAM = {
     "ATP204": "torch.compile makes in-place operations functional before asynctp sees its graph; a graph from "
     "elsewhere may have one",
     "ATP207": "torch.compile gives every node its fake tensor; a graph from elsewhere may lack one",
+    "ATP214": "a CPU has no streams: it needs a GPU, and torch 2.13 or later",
     "ATP302": "it needs a device that is neither a CPU nor an NVIDIA GPU",
     "ATP303": "it needs a GPU: on CPU torch multiplies by tensorwise and rowwise scales only",
     "ATP304": "it is a limit of the GPU kernels, which CPU tensors do not have",
