@@ -190,6 +190,31 @@ def mutates(node: fx.Node) -> bool:
     return in_place or _does_inside(node, mutates)
 
 
+def orders_streams(node: fx.Node) -> bool:
+    """True for an op that orders streams of the program, as a wait for an event, alone or in torch's `control_deps`.
+
+    What it orders need not depend on it: torch keeps what stands behind it there by the order of the graph.
+    """
+    if torch_ops.is_op(node.target):
+        return name_of(node.target).startswith("streams.")
+    return _does_inside(node, orders_streams)
+
+
+def handed_on_by(node: fx.Node) -> fx.Node | None:
+    """The tensor that an item of torch's `control_deps` is, which hands it on once streams are ordered; else None."""
+    call = node.args[0] if op_name(node) == "getitem" else None
+    if not isinstance(call, fx.Node) or torch_ops.is_op(call.target) or not orders_streams(call):
+        return None
+    source = call.args[int(node.args[1]) + 1] if node.args[1] else None  # type: ignore[arg-type]  # the first: no tensor
+    return source if isinstance(source, fx.Node) else None
+
+
+def users_of(node: fx.Node) -> list[fx.Node]:
+    """The users of a tensor; the items by which an op that orders streams hands it on, in the place of that op."""
+    users = ([item for item in user.users if handed_on_by(item) is node] or [user] for user in node.users)
+    return [user for found in users for user in found]
+
+
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The tensors that an in-place operation changes; all that it takes, where its schema does not say."""
     if not torch_ops.is_op(node.target) or not node.target._schema.is_mutable:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from asynctp_passes.ir.nodes import is_random, mutates
+from asynctp_passes.ir.nodes import is_random, mutates, orders_streams
 
 
 def tangents_of(graph: fx.Graph) -> list[fx.Node]:
@@ -49,14 +49,14 @@ def reachable(
 def segments(graph: fx.Graph, *, between_draws: bool = False) -> dict[fx.Node, int]:
     """Number the stretches of the graph between in-place operations; each such operation opens a new one.
 
-    Inside one stretch the graph is pure, so its nodes may be reordered freely along their data dependencies, and in the
-    order of `draws`. With `between_draws` these open new ones too.
+    So does what orders streams. Inside one stretch the graph is pure, so its nodes may be reordered freely along their
+    data dependencies, and in the order of `draws`. With `between_draws` these open new ones too.
     """
     numbers: dict[fx.Node, int] = {}
     barriers = draws(graph) if between_draws else {}
     current = 0
     for node in graph.nodes:
-        barrier = mutates(node) or node in barriers
+        barrier = mutates(node) or orders_streams(node) or node in barriers
         current += barrier
         numbers[node] = current
         current += barrier

@@ -270,6 +270,8 @@ def _looked_up(region: Iterable[fx.Node]) -> set[fx.Node]:
 def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Node], way: Sequence[fx.Node]) -> Refusal:
     """Why a reduction that no matmul feeds is not fused."""
     if way:
+        if waits := near_miss.ordered_on(way):
+            return Refusal(reasons.SEVERAL_STREAMS, f"{waits} behind {way[-1].name}")
         if others := near_miss.by_others(way):
             return Refusal(reasons.NOT_ROWWISE, f"{near_miss.names(way[::-1])}; {others}")
         return Refusal(reasons.COMPUTED_BETWEEN, near_miss.names(way[::-1]) + near_miss.unknown(way))

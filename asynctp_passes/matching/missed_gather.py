@@ -25,7 +25,7 @@ from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import rank_of
 from asynctp_passes.ir.crossings import multiplied_by
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import first_tensor, is_size, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import first_tensor, is_size, op_name, tensor_of, traits_of, users_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Sizes, product, same
 from asynctp_passes.layout.index_map import IndexMap
@@ -143,8 +143,10 @@ def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> lis
     reached: list[_Miss] = []
     scaled: list[_Miss] = []
     mixed: list[_Miss] = []
-    for source, node in propagation.uses():
-        if is_matmul(node):  # matmuls next to a view have been judged
+    used = {source: None for source, _ in propagation.uses()}
+    uses = ((source, user) for source in used for user in users_of(source) if not propagation.has(user))
+    for source, node in uses:
+        if is_matmul(node) or is_size(node):  # matmuls next to a view have been judged
             continue
         if near_miss.only_scales(context.scalings, node):
             scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
@@ -175,6 +177,8 @@ def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Prop
 
 def _on_the_way(way: Sequence[fx.Node], refusal: Refusal | None) -> Refusal:
     """Why a way from a gather to a matmul is not fused: what is known of one of its nodes, or that it computes."""
+    if waits := near_miss.ordered_on(way):
+        return Refusal(reasons.SEVERAL_STREAMS, f"{waits} before {way[-1].name}")
     padded = traits_of(way[0]).view is View.PAD and is_matmul(way[1])
     if padded and pads_at_end(amounts := way[0].args[1]) and all(isinstance(one, int) for one in amounts):  # type: ignore
         return Refusal(reasons.MATMUL_PADDED, near_miss.names(way))

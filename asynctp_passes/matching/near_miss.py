@@ -27,6 +27,7 @@ from asynctp_passes.ir.nodes import (
     called_name,
     called_op,
     first_tensor,
+    handed_on_by,
     is_pointwise,
     is_random,
     is_size,
@@ -35,6 +36,7 @@ from asynctp_passes.ir.nodes import (
     subgraphs_of,
     tensor_of,
     traits_of,
+    users_of,
     values_of,
 )
 from asynctp_passes.ir.op_traits import View
@@ -71,8 +73,12 @@ __all__ = [
 
 
 def transparent(node: fx.Node) -> bool:
-    """Known ops through which a collective is 'next to' a matmul: views, pointwise ops, casts, reductions, norms."""
-    return is_view(node) or is_pointwise(node) or reduces(node) or normalizes(called_name(node))
+    """Known ops through which a collective is 'next to' a matmul: views, pointwise ops, casts, reductions, norms.
+
+    So is what hands a tensor on once streams are ordered.
+    """
+    known = is_view(node) or is_pointwise(node) or reduces(node) or normalizes(called_name(node))
+    return known or handed_on_by(node) is not None
 
 
 def looks_up(node: fx.Node, numbers: fx.Node) -> bool:
@@ -82,14 +88,14 @@ def looks_up(node: fx.Node, numbers: fx.Node) -> bool:
 
 def users_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The users through which a collective is still 'next to' a matmul."""
-    return [user for user in node.users if _follows_rows(user, node)] if _passes(node) else ()
+    return [user for user in users_of(node) if _follows_rows(user, node)] if _passes(node) else ()
 
 
 def inputs_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The inputs through which a collective is still 'next to' a matmul."""
     if not _passes(node):
         return ()
-    return _sources_of_rows(node) if _is_unknown(node) else node.all_input_nodes
+    return _sources_of_rows(node) if _is_unknown(node) else _inputs_of(node)
 
 
 def _follows_rows(user: fx.Node, source: fx.Node) -> bool:
@@ -99,14 +105,20 @@ def _follows_rows(user: fx.Node, source: fx.Node) -> bool:
 
 def takers_of(node: fx.Node) -> Iterable[fx.Node]:
     """The users that make rows of a node's rows, by ops of any kind."""
-    return [user for user in node.users if carries(user, node)] if _passes(node) or is_other(node) else ()
+    return [user for user in users_of(node) if carries(user, node)] if _passes(node) or is_other(node) else ()
 
 
 def sources_of(node: fx.Node) -> Iterable[fx.Node]:
     """The inputs of whose rows a node's are made, by ops of any kind."""
     if is_other(node):
         return [one for one in _sources_of_rows(node, kept=False) if carries(node, one)]
-    return [one for one in node.all_input_nodes if carries(node, one)] if _passes(node) else ()
+    return [one for one in _inputs_of(node) if carries(node, one)] if _passes(node) else ()
+
+
+def _inputs_of(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node; of what an op that orders streams hands on, that tensor."""
+    source = handed_on_by(node)
+    return node.all_input_nodes if source is None else [source]
 
 
 def carries(user: fx.Node, source: fx.Node) -> bool:
@@ -307,6 +319,12 @@ def _told_of_other(node: fx.Node) -> str:
     if not _is_unknown(node):
         return f"{name} may make a row of several"
     return f'{name} returns other rows than it takes: register_local("{schema_name(name)}"), if it mixes rows'
+
+
+def ordered_on(way: Iterable[fx.Node]) -> str:
+    """What orders streams along a way, for people; empty without any."""
+    calls = dict.fromkeys(node.args[0].name for node in way if handed_on_by(node) is not None)  # type: ignore[union-attr]
+    return ", ".join(calls)
 
 
 def is_vector(node: fx.Node | None) -> bool:

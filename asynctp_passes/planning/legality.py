@@ -13,7 +13,7 @@ from asynctp_passes import ops, reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import describe, mutates, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import describe, mutates, orders_streams, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.records import Answers
 from asynctp_passes.ir.scales import scales_mismatch
@@ -287,8 +287,10 @@ def nothing_mutated_in_between(candidate: Candidate, context: Context) -> Refusa
     first, last = (ends([context.segments[node] for node in candidate.nodes]) for ends in (min, max))
     if first == last:
         return None
-    between = (node for node, number in context.segments.items() if first < number <= last and mutates(node))
-    return Refusal(reasons.MUTATED_IN_BETWEEN, ", ".join(node.name for node in between))
+    between = [node for node, number in context.segments.items() if first < number <= last]
+    if changed := [node.name for node in between if mutates(node)]:
+        return Refusal(reasons.MUTATED_IN_BETWEEN, ", ".join(changed))
+    return Refusal(reasons.SEVERAL_STREAMS, ", ".join(node.name for node in between if orders_streams(node)))
 
 
 def on_one_stream(candidate: Candidate, context: Context) -> Refusal | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.variables.streams  # defines the ops
 from graph_builder import GraphBuilder
 from passes import run_pass
 from reason_rows_of_limits import on_stream
-from torch.fx import Graph, Node
+from torch._functorch._aot_autograd import streams
+from torch.fx import Graph, GraphModule, Node
 
 GPU = {"dtype": torch.bfloat16, "device": "cuda"}
 
@@ -49,3 +51,53 @@ def test_a_gather_that_is_waited_for_on_another_stream(start: int | None, wait: 
     assert "asynctp.all_gather_matmul.default" in names
     assert "_c10d_functional.all_gather_into_tensor.default" in names
     assert "asynctp.all_gather.default" not in names
+
+
+# --- waits for events -----------------------------------------------------------------------------------------------
+_STREAMS = torch.ops.streams
+
+
+def with_waits(graph: Graph) -> Graph:
+    """The graph, whose ops that order streams are as torch hands them to passes: since 2.13, in `control_deps`."""
+    module = GraphModule(torch.nn.Module(), graph)
+    wrap = getattr(streams, "wrap_all_sync_nodes_with_control_deps", lambda module: None)
+    wrap(module)
+    return module.graph
+
+
+def is_wait(node: Node) -> bool:
+    module = node.graph.owning_module
+    inner = [getattr(module, str(one.target)).graph for one in node.all_input_nodes if one.op == "get_attr"]
+    targets = [node.target, *(one.target for graph in inner for one in graph.nodes)]
+    return _STREAMS.wait_event.default in targets
+
+
+@pytest.mark.parametrize("stream", [None, 2])
+def test_a_gather_does_not_start_before_the_event_that_its_shard_waits_for(stream: int | None) -> None:
+    """It would run beside the product before that, and its shard depends on the event's record alone."""
+    b = GraphBuilder(ranks=2)
+    shard = on_stream(b.relu(b.input("x", [4, 8])), 1)
+    b.graph.call_function(_STREAMS.record_event.default, (3, 1))
+    sums = b.scatter(b.mm(b.input("a", [8, 6]), b.input("v", [6, 8])))
+    product = b.mm(b.input("c", [8, 6]), b.input("w", [6, 8]))
+    for node in (sums, sums.args[0], sums.args[0].args[0], product) if stream else ():
+        on_stream(node, stream)
+    b.graph.call_function(_STREAMS.wait_event.default, (3, 0))
+    graph = with_waits(b.returns(sums, product, b.mm(b.input("dy", [6, 8]), b.gather(shard))))
+    run_pass(graph)
+    nodes = [*graph.nodes]
+    gather = next(node for node in nodes if "all_gather" in str(node.target))
+    wait = next(node for node in nodes if is_wait(node))
+    assert nodes.index(wait) < nodes.index(gather)
+
+
+def test_no_chain_spans_a_wait_for_an_event() -> None:
+    """The weight is there after it, and the fused op would stand before it."""
+    b = GraphBuilder()
+    whole = b.gather(b.input("x", [64, 64], **GPU))
+    weight = on_stream(b.relu(b.input("w", [64, 64], **GPU)), 1)
+    b.graph.call_function(_STREAMS.record_event.default, (3, 1))
+    b.graph.call_function(_STREAMS.wait_event.default, (3, 0))
+    graph = with_waits(b.returns(b.mm(whole, weight)))
+    (remark,) = run_pass(graph).remarks
+    assert (remark.name, "control_deps" in remark.message or "wait_event" in remark.message) == ("SEVERAL_STREAMS", True)
