@@ -14,6 +14,7 @@ from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_if_strict
 from asynctp_passes.rewriting.ordering import put_in_program_order
 from asynctp_passes.rewriting.rewrite import rewrite
+from asynctp_passes.rewriting.stream_order import name_last_only
 from asynctp_passes.rewriting.ungroup import ungroup
 
 
@@ -28,6 +29,7 @@ def run(graph: fx.Graph, config: Config) -> Report:
 def _fuse(graph: fx.Graph, config: Config, attempt: UndoOnError) -> Report:
     put_in_program_order(graph)
     ungroup(graph)
+    name_last_only(graph)
     wanted = planned(graph, config)  # finds the chains, and decides
     questions = questions_of(wanted)
     answers = attempt.ask(questions)

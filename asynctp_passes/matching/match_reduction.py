@@ -17,7 +17,7 @@ from asynctp_passes import reasons
 from asynctp_passes.ir.calls import Collective, Matmul, nodes_of
 from asynctp_passes.ir.crossings import product_of
 from asynctp_passes.ir.matmuls import added_matrix, contracts_rows, is_matmul
-from asynctp_passes.ir.nodes import dtype_of, is_size, nodes_in, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import dtype_of, handed_on_by, is_size, nodes_in, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Size, product, quotient, same
 from asynctp_passes.ir.traversal import phase_of
@@ -139,7 +139,7 @@ def _region(context: MatchContext, end: fx.Node) -> tuple[set[fx.Node], set[fx.N
             continue
         sources = [source for source in node.all_input_nodes if _holds_tensors(source)]
         sources = sources[:1] if traits_of(node).view is View.PICK else sources
-        follows = is_view(node) or is_sum(node)
+        follows = (is_view(node) or is_sum(node)) and handed_on_by(node) is None
         if follows and sources and context.matmul_of(node) is None:
             region.add(node)
             stack.extend(sources)

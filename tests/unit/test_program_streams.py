@@ -101,3 +101,37 @@ def test_no_chain_spans_a_wait_for_an_event() -> None:
     graph = with_waits(b.returns(b.mm(whole, weight)))
     (remark,) = run_pass(graph).remarks
     assert (remark.name, "control_deps" in remark.message or "wait_event" in remark.message) == ("SEVERAL_STREAMS", True)
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_what_is_ordered_on_the_way_is_named(kind: str) -> None:
+    """The collective runs on a stream of its own, and the default one waits for it, or it for that."""
+    b = GraphBuilder()
+    x, w = b.input("x", [64, 64], **GPU), b.input("w", [64, 64], **GPU)
+    first = b.gather(x) if kind == "gather" else b.mm(x, w)
+    for node in (first, first.all_input_nodes[0]) if kind == "gather" else (first,):
+        on_stream(node, 1)
+    if not hasattr(streams, "wrap_all_sync_nodes_with_control_deps"):
+        pytest.skip("this torch hands tensors on past an event as they are")
+    b.graph.call_function(_STREAMS.record_event.default, (3, 1))
+    b.graph.call_function(_STREAMS.wait_event.default, (3, 0))
+    (remark,) = run_pass(with_waits(b.returns(b.mm(first, w) if kind == "gather" else b.scatter(first)))).remarks
+    assert (remark.name, "[control_deps " in remark.message) == ("SEVERAL_STREAMS", True)
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_a_chain_before_a_wait_for_an_event(kind: str) -> None:
+    """What is to come after all of the chain's nodes comes after its last one, and the chain is fused alone."""
+    b = GraphBuilder()
+    x, w = b.input("x", [64, 64], **GPU), b.input("w", [64, 64], **GPU)
+    other = on_stream(b.relu(b.input("y", [64, 64], **GPU)), 1)
+    b.graph.call_function(_STREAMS.record_event.default, (3, 1))
+    made = b.mm(b.gather(x), w) if kind == "gather" else b.scatter(b.mm(x, w))
+    b.graph.call_function(_STREAMS.wait_event.default, (3, 0))
+    graph = with_waits(b.returns(b.relu(made), b.relu(other)))
+    run_pass(graph)
+    fused = next(node for node in graph.nodes if "matmul" in str(node.target))
+    assert [str(node.target) for node in graph.nodes].count("aten.mm.default") == 0
+    assert kind == "scatter" or fused.args[4] is False  # the gathered tensor is not returned
+    wait = next(node for node in graph.nodes if is_wait(node))
+    assert [*graph.nodes].index(fused) < [*graph.nodes].index(wait)
