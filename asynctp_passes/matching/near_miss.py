@@ -323,8 +323,8 @@ def _told_of_other(node: fx.Node) -> str:
 
 def ordered_on(way: Iterable[fx.Node]) -> str:
     """What orders streams along a way, for people; empty without any."""
-    calls = dict.fromkeys(node.args[0].name for node in way if handed_on_by(node) is not None)  # type: ignore[union-attr]
-    return ", ".join(calls)
+    calls = (node.all_input_nodes[0].name for node in way if handed_on_by(node) is not None)
+    return ", ".join(dict.fromkeys(calls))
 
 
 def is_vector(node: fx.Node | None) -> bool:
