@@ -183,13 +183,13 @@ def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
         dim = values["dim"] % len(before)
         start = canonical(0) if values["start"] is None else sizes.read(values["start"])
         if isinstance(start, int) and start < 0:
-            start = before[dim] + start
-        yield Part((user,), dim, start, start + sizes.of(value_of(user))[dim])
+            start = canonical(before[dim] + start)
+        yield Part((user,), dim, start, canonical(start + sizes.of(value_of(user))[dim]))
     elif traits.view is View.SPLIT:
         dim, start = arguments(user)["dim"] % len(before), canonical(0)
         taken = {item.args[1]: item for item in user.users if op_name(item) == "getitem"}
         for index, piece in enumerate(user.meta["val"]):
-            end = start + sizes.of(piece)[dim]
+            end = canonical(start + sizes.of(piece)[dim])
             if index in taken:
                 yield Part((user, taken[index]), dim, start, end)
             start = end

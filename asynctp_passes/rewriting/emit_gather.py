@@ -211,7 +211,7 @@ def _range_of(build: Builder, chain: GatherChain, operand: fx.Node) -> list[int 
     """The first row of an operand, the one after its last, and the rows of the gathered tensor until the next such."""
     cut = next(cut for cut in chain.cuts if cut.operand is operand)
     lines = build.shape(cut.whole)[cut.dim : -1]
-    return [build.size(size * product(lines[1:])) for size in (cut.first, cut.end, lines[0])]
+    return [build.size(product((size, *lines[1:]))) for size in (cut.first, cut.end, lines[0])]
 
 
 def _rows_in_place(build: Builder, chain: GatherChain, tensor: fx.Node, *, back: bool = False) -> fx.Node:

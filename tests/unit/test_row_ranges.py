@@ -157,6 +157,15 @@ return (getitem, getitem_1)
     )
 
 
+def test_a_border_that_another_input_tells() -> None:
+    """Its end is a number, though the range begins at a symbol."""
+    b = GraphBuilder()
+    whole, text = b.gather(b.input("x", [4, 8])), b.input("text", [5, 3], dynamic=0)
+    border = b.call(aten.sym_size.int, text, 0)
+    parts = [b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, border), (border, END))]
+    check(b.returns(*[b.mm(part, b.input(f"w{i}", [8, 6])) for i, part in enumerate(parts)]), 4, expected=["F"])
+
+
 # --- what stays -----------------------------------------------------------------------------------------------------
 def streams(b: GraphBuilder, whole: Node, *ends: tuple[int, int], weights: int = 2, dim: int = 0) -> list[Node]:
     """Products of ranges, by so many weights in turn."""
@@ -268,9 +277,8 @@ def check(graph: Graph, ranks: int, expected: list[str]) -> None:
     """The pass does that, and ranks compute the same."""
     before = copied(graph)
     assert outcomes(run_pass(graph)) == expected
-    values = [
-        [torch.randn(node.meta["val"].shape) for node in graph.nodes if node.op == "placeholder"] for _ in range(ranks)
-    ]
+    shapes = [node.meta["val"].shape for node in graph.nodes if node.op == "placeholder"]
+    values = [[torch.randn([int(size) for size in shape]) for shape in shapes] for _ in range(ranks)]
     wanted, found = (evaluate(each, [[value.clone() for value in of] for of in values]) for each in (before, graph))
     assert not differences(wanted, found, 1e-4)
 
