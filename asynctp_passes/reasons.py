@@ -391,10 +391,9 @@ MUTATED_IN_BETWEEN = _miss(
 SEVERAL_STREAMS = _miss(
     "ATP214",
     "SEVERAL_STREAMS",
-    "the collective, its wait and the matmul run on several streams of the program, or it orders streams between them, "
-    "as a wait for an event does. A fused op runs on one stream, in one place, and that order would be lost",
-    "run all of them in one torch.cuda.stream context, or outside of any. Wait for events before them, and record them "
-    "after",
+    "the collective, its wait and the matmul run on several streams, or the program orders streams between them. A "
+    "fused op runs on one, and that order would be lost",
+    "run all of them in one torch.cuda.stream context, or outside of any, and wait for events before them",
 )
 ADDMM_SCALED = _miss(
     "ATP205",

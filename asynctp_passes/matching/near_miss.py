@@ -322,7 +322,7 @@ def _told_of_other(node: fx.Node) -> str:
 
 
 def ordered_on(way: Iterable[fx.Node]) -> str:
-    """What orders streams along a way, for people; empty without any."""
+    """The calls that order streams along a way, for people; empty without any."""
     calls = (node.all_input_nodes[0].name for node in way if handed_on_by(node) is not None)
     return ", ".join(dict.fromkeys(calls))
 
