@@ -392,8 +392,8 @@ SEVERAL_STREAMS = _miss(
     "ATP214",
     "SEVERAL_STREAMS",
     "the collective, its wait and the matmul run on several streams, or the program orders streams between them. A "
-    "fused op runs on one, and that order would be lost",
-    "run all of them in one torch.cuda.stream context, or outside of any, and wait for events before them",
+    "fused op runs on one, and loses that order",
+    "run all in one torch.cuda.stream context, or outside of any, and wait for events before that",
 )
 ADDMM_SCALED = _miss(
     "ATP205",
