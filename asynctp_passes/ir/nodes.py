@@ -200,10 +200,15 @@ def orders_streams(node: fx.Node) -> bool:
     return _does_inside(node, orders_streams)
 
 
+def hands_on_in_order(node: fx.Node) -> bool:
+    """True for torch's `control_deps` around what orders streams: it returns what it is given, behind a first item."""
+    return op_name(node) == "control_deps" and orders_streams(node)
+
+
 def handed_on_by(node: fx.Node) -> fx.Node | None:
-    """The tensor that an item of torch's `control_deps` is, which hands it on once streams are ordered; else None."""
+    """The tensor that a node is, where a call hands that on once streams are ordered; None for other nodes."""
     call = node.args[0] if op_name(node) == "getitem" else None
-    if not isinstance(call, fx.Node) or torch_ops.is_op(call.target) or not orders_streams(call):
+    if not isinstance(call, fx.Node) or not hands_on_in_order(call):
         return None
     source = call.args[int(node.args[1]) + 1] if node.args[1] else None  # type: ignore[arg-type]  # the first: no tensor
     return source if isinstance(source, fx.Node) else None

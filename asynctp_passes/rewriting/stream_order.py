@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from torch import fx
 
-from asynctp_passes.ir.nodes import orders_streams
+from asynctp_passes.ir.nodes import hands_on_in_order
 from asynctp_passes.torch_private import torch_ops
 
 
 def name_last_only(graph: fx.Graph) -> None:
     """Leave out what another of the nodes takes that an op which orders streams is to come after."""
     for node in graph.nodes:
-        if node.op != "call_function" or torch_ops.is_op(node.target) or not orders_streams(node):
+        if not hands_on_in_order(node):
             continue
-        before = node.args[0]
-        if isinstance(before, tuple):
-            named = {*before}
-            last = tuple(one for one in before if not (isinstance(one, fx.Node) and named & {*one.users}))
-            node.args = (last, *node.args[1:])
+        before: tuple[fx.Node, ...] = node.args[0]  # type: ignore[assignment]
+        computed = {one for one in before if torch_ops.is_op(one.target)}  # no record of an event, which makes nothing
+        last = tuple(one for one in before if one not in computed or computed.isdisjoint(one.users))
+        node.args = (last, *node.args[1:])

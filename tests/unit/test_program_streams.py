@@ -65,11 +65,11 @@ def with_waits(graph: Graph) -> Graph:
     return module.graph
 
 
-def is_wait(node: Node) -> bool:
+def is_wait(node: Node, op: object = _STREAMS.wait_event.default) -> bool:
     module = node.graph.owning_module
     inner = [getattr(module, str(one.target)).graph for one in node.all_input_nodes if one.op == "get_attr"]
     targets = [node.target, *(one.target for graph in inner for one in graph.nodes)]
-    return _STREAMS.wait_event.default in targets
+    return op in targets
 
 
 @pytest.mark.parametrize("stream", [None, 2])
@@ -136,3 +136,17 @@ def test_a_chain_before_a_wait_for_an_event(kind: str) -> None:
     assert kind == "scatter" or fused.args[4] is False  # the gathered tensor is not returned
     wait = next(node for node in graph.nodes if is_wait(node))
     assert [*graph.nodes].index(fused) < [*graph.nodes].index(wait)
+
+
+def test_a_record_of_an_event_stays_before_its_wait() -> None:
+    """It makes nothing, so what it hands on does not tell that it is done."""
+    b = GraphBuilder()
+    first = on_stream(b.relu(b.input("x", [8, 8])), 1)
+    b.graph.call_function(_STREAMS.record_event.default, (3, 1))
+    b.graph.call_function(_STREAMS.synchronize_event.default, (3,))
+    graph = with_waits(b.returns(b.mm(b.gather(first), b.input("w", [8, 8]))))
+    wait = next((node for node in graph.nodes if is_wait(node, _STREAMS.synchronize_event.default)), None)
+    record = next((node for node in graph.nodes if is_wait(node, _STREAMS.record_event.default)), None)
+    ordered = record in wait.all_input_nodes if wait is not None else None
+    run_pass(graph)
+    assert wait is None or (record in wait.all_input_nodes) is ordered
