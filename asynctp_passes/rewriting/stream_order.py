@@ -18,7 +18,7 @@ def name_last_only(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if not hands_on_in_order(node):
             continue
-        before: tuple[fx.Node, ...] = node.args[0]  # type: ignore[assignment]
+        before: tuple[fx.Node, ...] = node.args[0]
         computed = {one for one in before if torch_ops.is_op(one.target)}  # no record of an event, which makes nothing
         last = tuple(one for one in before if one not in computed or computed.isdisjoint(one.users))
         node.args = (last, *node.args[1:])
