@@ -140,13 +140,16 @@ def test_a_chain_before_a_wait_for_an_event(kind: str) -> None:
 
 def test_a_record_of_an_event_stays_before_its_wait() -> None:
     """It makes nothing, so what it hands on does not tell that it is done."""
+    if not hasattr(streams, "wrap_all_sync_nodes_with_control_deps"):
+        pytest.skip("this torch names nothing that comes before an event")
     b = GraphBuilder()
     first = on_stream(b.relu(b.input("x", [8, 8])), 1)
     b.graph.call_function(_STREAMS.record_event.default, (3, 1))
     b.graph.call_function(_STREAMS.synchronize_event.default, (3,))
     graph = with_waits(b.returns(b.mm(b.gather(first), b.input("w", [8, 8]))))
-    wait = next((node for node in graph.nodes if is_wait(node, _STREAMS.synchronize_event.default)), None)
-    record = next((node for node in graph.nodes if is_wait(node, _STREAMS.record_event.default)), None)
-    ordered = record in wait.all_input_nodes if wait is not None else None
+    wait, record = (
+        next(node for node in graph.nodes if is_wait(node, op.default))
+        for op in (_STREAMS.synchronize_event, _STREAMS.record_event)
+    )
     run_pass(graph)
-    assert wait is None or (record in wait.all_input_nodes) is ordered
+    assert record in wait.all_input_nodes
