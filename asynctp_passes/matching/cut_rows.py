@@ -111,7 +111,7 @@ def find_ranges(propagation: Propagation, sizes: Sizes) -> Iterator[Cut]:
         found = [[*_cuts(whole, propagation.maps[whole], part, sizes)] for part in parts]
         weights = [{weight for cut in cuts for weight in _weights(cut.operand, sizes)} for cuts in found]
         apart = sum(map(len, weights)) == len(set().union(*weights))
-        if apart and len(parts) <= MOST_RANGES and not any(None in each for each in weights):
+        if apart and len(_apart(parts)) <= MOST_RANGES and not any(None in each for each in weights):
             yield from (replace(cut, is_range=True) for cuts in found for cut in cuts)
 
 
@@ -169,7 +169,7 @@ def all_parts(propagation: Propagation, sizes: Sizes) -> Iterator[tuple[fx.Node,
         if any(traits_of(user).view in (View.CAT, View.STACK) for part in parts for user in part.steps[-1].users):
             continue  # a rearrangement
         dims = {part.dim for part in parts}
-        if len(parts) > 1 and len(dims) == 1 and _are_all(parts, sizes.of(value)[dims.pop()]):
+        if len(_apart(parts)) > 1 and len(dims) == 1 and _are_all(_apart(parts), sizes.of(value)[dims.pop()]):
             yield whole, parts
 
 
@@ -193,6 +193,11 @@ def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
             if index in taken:
                 yield Part((user, taken[index]), dim, start, end)
             start = end
+
+
+def _apart(parts: Sequence[Part]) -> list[Part]:
+    """The parts, each once: a program may take one twice."""
+    return [*{(canonical(part.start), part.end): part for part in parts}.values()]
 
 
 def _are_all(parts: Sequence[Part], size: Size) -> bool:

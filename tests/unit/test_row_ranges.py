@@ -166,6 +166,14 @@ def test_a_border_that_another_input_tells() -> None:
     check(b.returns(*[b.mm(part, b.input(f"w{i}", [8, 6])) for i, part in enumerate(parts)]), 4, expected=["F"])
 
 
+def test_a_range_that_is_taken_twice() -> None:
+    """Torch leaves two equal slices in an inference graph, and no row is left out."""
+    b = GraphBuilder()
+    whole = b.gather(b.input("x", [4, 8]))
+    outs = streams(b, whole, (0, 5), (5, END))
+    check(b.returns(*outs, b.relu(rows(b, whole, 0, 5)), b.mm(rows(b, whole, 5, END), b.input("t", [8, 3]))), 4, ["F"])
+
+
 # --- what stays -----------------------------------------------------------------------------------------------------
 def streams(b: GraphBuilder, whole: Node, *ends: tuple[int, int], weights: int = 2, dim: int = 0) -> list[Node]:
     """Products of ranges, by so many weights in turn."""
