@@ -214,10 +214,10 @@ def handed_on_by(node: fx.Node) -> fx.Node | None:
     return source if isinstance(source, fx.Node) else None
 
 
-def users_of(node: fx.Node) -> list[fx.Node]:
-    """The users of a tensor; the items by which an op that orders streams hands it on, in the place of that op."""
-    users = ([item for item in user.users if handed_on_by(item) is node] or [user] for user in node.users)
-    return [user for found in users for user in found]
+def users_past(user: fx.Node, node: fx.Node) -> list[fx.Node]:
+    """A user of a tensor; where it is what orders streams, the items by which it hands that on, if it does."""
+    items = [item for item in user.users if handed_on_by(item) is node] if hands_on_in_order(user) else []
+    return items or [user]
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:

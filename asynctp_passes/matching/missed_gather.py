@@ -25,7 +25,7 @@ from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import rank_of
 from asynctp_passes.ir.crossings import multiplied_by
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import first_tensor, is_size, op_name, tensor_of, traits_of, users_of, value_of
+from asynctp_passes.ir.nodes import first_tensor, is_size, op_name, tensor_of, traits_of, users_past, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Sizes, product, same
 from asynctp_passes.layout.index_map import IndexMap
@@ -143,10 +143,9 @@ def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> lis
     reached: list[_Miss] = []
     scaled: list[_Miss] = []
     mixed: list[_Miss] = []
-    used = {source: None for source, _ in propagation.uses()}
-    uses = ((source, user) for source in used for user in users_of(source) if not propagation.has(user))
+    uses = [(source, past) for source, user in propagation.uses() for past in users_past(user, source)]
     for source, node in uses:
-        if is_matmul(node) or is_size(node):  # matmuls next to a view have been judged
+        if is_matmul(node):  # matmuls next to a view have been judged
             continue
         if near_miss.only_scales(context.scalings, node):
             scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))

@@ -36,7 +36,7 @@ from asynctp_passes.ir.nodes import (
     subgraphs_of,
     tensor_of,
     traits_of,
-    users_of,
+    users_past,
     values_of,
 )
 from asynctp_passes.ir.op_traits import View
@@ -88,7 +88,7 @@ def looks_up(node: fx.Node, numbers: fx.Node) -> bool:
 
 def users_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The users through which a collective is still 'next to' a matmul."""
-    return [user for user in users_of(node) if _follows_rows(user, node)] if _passes(node) else ()
+    return [user for user in _users(node) if _follows_rows(user, node)] if _passes(node) else ()
 
 
 def inputs_next_to(node: fx.Node) -> Iterable[fx.Node]:
@@ -105,7 +105,7 @@ def _follows_rows(user: fx.Node, source: fx.Node) -> bool:
 
 def takers_of(node: fx.Node) -> Iterable[fx.Node]:
     """The users that make rows of a node's rows, by ops of any kind."""
-    return [user for user in users_of(node) if carries(user, node)] if _passes(node) or is_other(node) else ()
+    return [user for user in _users(node) if carries(user, node)] if _passes(node) or is_other(node) else ()
 
 
 def sources_of(node: fx.Node) -> Iterable[fx.Node]:
@@ -113,6 +113,10 @@ def sources_of(node: fx.Node) -> Iterable[fx.Node]:
     if is_other(node):
         return [one for one in _sources_of_rows(node, kept=False) if carries(node, one)]
     return [one for one in _inputs_of(node) if carries(node, one)] if _passes(node) else ()
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    return [past for user in node.users for past in users_past(user, node)]
 
 
 def _inputs_of(node: fx.Node) -> list[fx.Node]:
