@@ -316,7 +316,8 @@ def register_matmul(
 
     Args:
         op: The op: an overload, or a packet that has one only (`torch.ops._C.cutlass_scaled_mm`). Or a Triton kernel
-            (`@triton.jit`) that the program calls itself.
+            (`@triton.jit`) that the program calls itself. Each of its calls must pass the strides of these tensors as
+            they are: one that passes them swapped computes another product, and asynctp does not see that.
         a: Name of the argument that is the left operand.
         b: Name of the argument that is the right operand.
         bias: Name of the argument that is the bias.
