@@ -73,7 +73,7 @@ class Config:
             `"never"`: nowhere.
         invariant: `"batch"`: on GPUs a row of a fused chain has the same bits however many rows there are, and wherever
             it is among them. A chain that cannot promise this is MISSED. `"off"`: the fastest kernel makes each
-            matmul. `"auto"`: as Inductor's `batch_invariant` says; the others win over that.
+            matmul. `"auto"`: as Inductor's `batch_invariant` says, or vLLM's switch; the others win over both.
         deviate: Let ranks send something cheaper than the program's collectives do, where all of them can, as one sum
             in place of several. When compiling, ranks ask one another: what one does not do, none does. Without it,
             ranks may compile whatever they like, whenever they like.

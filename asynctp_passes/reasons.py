@@ -543,12 +543,13 @@ MOVES_MORE = _skip(
 TAKEN_IN_PARTS = _skip(
     "ATP406",
     "TAKEN_IN_PARTS",
-    "matmuls take chunks of a gathered tensor for one weight, more than four of its parts, or parts that are no ranges "
-    "of rows. Or they make parts of a reduced one. A fused op would make all at once, or multiply all rows by each "
-    "weight",
+    "matmuls take a gathered tensor in chunks for one weight, in fp8 or int8, in more than four parts, or not by "
+    "ranges of rows. Or they make parts of a reduced one. A fused op would make all at once, or multiply all rows by "
+    "each weight",
     "divide the shard, and gather each piece: a chunk then has rows of every rank, so divide labels alike. Or, where "
     "memory allows, multiply all rows and divide the result",
-    "nothing to do where weights differ, or chunks save memory. Otherwise join the operands, and multiply them",
+    "nothing to do where chunks save memory. Where weights differ, reduce each part by itself. Otherwise join the "
+    "operands, and multiply them",
 )
 
 BEHIND_PRODUCTS = _reason(

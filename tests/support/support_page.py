@@ -143,9 +143,10 @@ SECTIONS: dict[str, list[Form]] = {
             *("rows_picked_by_an_input", "rows_looked_up_as_embeddings", "embeddings_of_a_gathered_table"),
         ),
         form(
-            "→ ranges that are all rows, each to `mm`s of its own weights, as two kinds of tokens",
-            "fused",
-            *("two_streams_that_meet_at_a_border_of_shards", "three_streams_in_a_batch"),
+            "→ two to four ranges that are all rows, each to `mm`s of its own weights, as two streams",
+            "fused; `ATP406` in fp8 or int8. The backward is `ATP104` or `ATP406`",
+            *("two_streams_that_meet_at_a_border_of_shards", "three_streams_in_a_batch", "step_of_two_streams"),
+            "test_what_stays",
         ),
         form(
             "→ chunks of rows for one weight, as of a head, or parts of columns → `mm`",
