@@ -19,6 +19,7 @@ from asynctp_passes.ir.nodes import (
     arguments,
     called_name,
     called_op,
+    calls_op,
     filling_of,
     first_tensor,
     items_of,
@@ -89,8 +90,8 @@ def _described(node: fx.Node) -> MatmulOp | None:
 
 def _shaped_as_operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The inputs `[..., M, K]` and `[K, N]`, or `[N, K]`, of another library's op that returns `[..., M, N]`."""
-    name, calls = called_name(node), called_op(node) is not None or triton_kernels.called_by(node) is not None
-    if not calls or not can_promise(name) or promise_of(name) == "rowwise":
+    name = called_name(node)
+    if not calls_op(node) or not can_promise(name) or promise_of(name) == "rowwise":
         return None
     for out, into in _results(node):
         if out.dim() < 2 or not out.is_floating_point():
@@ -198,7 +199,7 @@ def _computes_more(op: MatmulOp, values: Mapping[str, Any]) -> str:
 
 
 def _line_of_kernel(node: fx.Node) -> str:
-    """The line that registers a Triton kernel of which only the shapes tell that it multiplies; else empty."""
+    """The `register_matmul` line for an unregistered Triton kernel with a matmul's shapes; empty for other nodes."""
     kernel, shaped = triton_kernels.called_by(node), _shaped_as_operands(node)
     if kernel is None or shaped is None:
         return ""

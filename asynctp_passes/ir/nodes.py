@@ -60,6 +60,11 @@ def called_op(node: fx.Node) -> Any:
     return torch_ops.overload_of(node.args[0] if op_name(node) in _FUNCTIONALIZED and node.args else node.target)
 
 
+def calls_op(node: fx.Node) -> bool:
+    """True for a call of an op, be it inside of `auto_functionalized`, or of a Triton kernel of the program."""
+    return called_op(node) is not None or triton_kernels.called_by(node) is not None
+
+
 def called_name(node: fx.Node) -> str:
     """The name of the op that a node calls, be it inside of `auto_functionalized`; empty for other nodes.
 
@@ -193,7 +198,7 @@ def mutates(node: fx.Node) -> bool:
 def orders_streams(node: fx.Node) -> bool:
     """True for an op that orders streams of the program, as a wait for an event, alone or in torch's `control_deps`.
 
-    What it orders need not depend on it: torch keeps what stands behind it there by the order of the graph.
+    Nodes behind it may depend on it by their place in the graph alone, without a data dependency.
     """
     if torch_ops.is_op(node.target):
         return name_of(node.target).startswith("streams.")
@@ -201,7 +206,7 @@ def orders_streams(node: fx.Node) -> bool:
 
 
 def hands_on_in_order(node: fx.Node) -> bool:
-    """True for torch's `control_deps` around what orders streams: it returns what it is given, behind a first item."""
+    """True for torch's `control_deps` around an op that orders streams. Item `i + 1` of its result is tensor `i`."""
     return op_name(node) == "control_deps" and orders_streams(node)
 
 

@@ -79,7 +79,8 @@ class MatmulOp:
     The op promises to compute `a[..., M, K] @ b[..., K, N] (+ bias[N])` in a fresh contiguous tensor, after
     multiplying `a` and `b` by their scales, if it has such: float32, one number each, or one a row of `a` and one a
     column of `b`. An op that writes its result into an argument (`out`) reads nothing of what was there. A Triton
-    kernel may add to that, and computes so whatever numbers it is given, as the strides of these tensors.
+    kernel may add to that. Each call of it passes the strides of these tensors as they are: one that passes them
+    swapped computes another product, and asynctp does not see that.
 
     Attributes:
         a, b: The operands.
@@ -316,8 +317,7 @@ def register_matmul(
 
     Args:
         op: The op: an overload, or a packet that has one only (`torch.ops._C.cutlass_scaled_mm`). Or a Triton kernel
-            (`@triton.jit`) that the program calls itself. Each of its calls must pass the strides of these tensors as
-            they are: one that passes them swapped computes another product, and asynctp does not see that.
+            (`@triton.jit`) that the program calls itself.
         a: Name of the argument that is the left operand.
         b: Name of the argument that is the right operand.
         bias: Name of the argument that is the bias.

@@ -25,7 +25,7 @@ from asynctp_passes import reasons
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import (
     called_name,
-    called_op,
+    calls_op,
     first_tensor,
     handed_on_by,
     is_pointwise,
@@ -169,9 +169,7 @@ def _passes(node: fx.Node) -> bool:
 def _is_unknown(node: fx.Node) -> bool:
     """True for an op of another library that is in no table and not registered, and for a user's Triton kernel."""
     name = called_name(node)
-    if called_op(node) is None and triton_kernels.called_by(node) is None:
-        return False
-    return can_promise(name) and promise_of(name) is None and not normalizes(name)
+    return calls_op(node) and can_promise(name) and promise_of(name) is None and not normalizes(name)
 
 
 def _sources_of_rows(node: fx.Node, kept: bool = True, used_later: bool = False) -> list[fx.Node]:

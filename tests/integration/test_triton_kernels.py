@@ -47,7 +47,7 @@ def _two_ranks() -> Iterator[None]:
 
 @pytest.fixture(name="registered")
 def registrations() -> Iterator[list[Any]]:
-    """What is appended is unregistered in the end."""
+    """A list of kernels, each of which is unregistered after the test."""
     found: list[Any] = []
     yield found
     for one in found:

@@ -132,7 +132,7 @@ def add_matmul(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 # --- their graphs ------------------------------------------------------------------------------------------------
 class _Device:
-    """What torch and Triton ask of a driver of a GPU before they compile."""
+    """A driver of a GPU that answers the questions of torch and Triton before they compile."""
 
     def get_current_device(self) -> int:
         return 0

@@ -58,7 +58,7 @@ def _first_graph() -> None:
 
 
 def _first_trace() -> None:
-    """What Dynamo looks up once: rules for torch's functions, and the names of functions in files that programs call.
+    """Dynamo's lookups that processes share: rules for torch's functions, and names of functions in programs' files.
 
     Torch forgets the rules as soon as a process group is made, though they do not depend on groups.
     """

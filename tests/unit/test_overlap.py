@@ -316,7 +316,7 @@ def product_behind_a_mutation(b: GraphBuilder) -> tuple[Node, ...]:
 
 
 def gather_waited_for_behind_a_mutation(b: GraphBuilder) -> tuple[Node, ...]:
-    """Of what it gathers, too: it has to be done before, and so runs not beside the product in front of that."""
+    """The gather ends before its input is written to, so it runs beside no product in front of that."""
     x, fused = b.input("x", [4, 8]), b.scatter(product(b))
     started = b.call(c10d.all_gather_into_tensor.default, x, b.ranks, b.group)
     other = product(b, "c")

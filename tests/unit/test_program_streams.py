@@ -1,4 +1,4 @@
-"""Programs that have streams of their own, as torch notes them in the graph: what is replaced stays on one of them."""
+"""Fusion keeps the order of a program's own streams, which torch notes in the graph."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_is_ordered_on_the_way_is_named(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gather", "scatter"])
 def test_a_chain_before_a_wait_for_an_event(kind: str) -> None:
-    """What is to come after all of the chain's nodes comes after its last one, and the chain is fused alone."""
+    """The chain is fused; a `control_deps` that named all of its nodes names the last one."""
     b = GraphBuilder()
     x, w = b.input("x", [64, 64], **GPU), b.input("w", [64, 64], **GPU)
     other = on_stream(b.relu(b.input("y", [64, 64], **GPU)), 1)

@@ -293,7 +293,7 @@ def check(graph: Graph, ranks: int, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_ranges_compute_the_same(seed: int) -> None:
-    """Of any number of ranks, in any order, some by two weights, some of which others use too."""
+    """Random ranges: any number of ranks, any order, some with two weights, some with other users."""
     draw = random.Random(seed)
     ranks, outer, inner = draw.choice((2, 4)), draw.choice((1, 1, 3)), draw.randint(1, 6)
     b = GraphBuilder(ranks=ranks)
