@@ -393,7 +393,8 @@ SEVERAL_STREAMS = _miss(
     "SEVERAL_STREAMS",
     "the collective, its wait and the matmul run on several streams, or the program orders streams between them. A "
     "fused op runs on one, and loses that order",
-    "run all in one torch.cuda.stream context, or outside of any, and wait for events before that",
+    "run all in one torch.cuda.stream context, or outside of any, and wait for events before that. A compiled wait for "
+    "a collective orders no streams: call wait_stream, too",
 )
 ADDMM_SCALED = _miss(
     "ATP205",
