@@ -198,7 +198,7 @@ class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
         cached: list[Report] = []
         with contained("publish reports of cached graphs"):
             cached = _publish_cached(self.config, named=False)
-        if refused := _refused(cached, self.config):
+        if refused := _refused(cached, inductor_options.obeyed(self.config)):
             raise DisagreementError(f"asynctp: {_cached_in_vain(refused)}")
         before: fx.Graph | None = None
         with contained("copy the graph, to draw it"):
@@ -352,6 +352,7 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """The backend, with its options apart: `patches` are Inductor's, `further` other arguments of its `compile_fx`."""
     _require_groups(config)
+    config = inductor_options.obeyed(config, patches)  # ranks ask with it, whether they compile or take from a cache
     ours = AsyncTPPass(config)
     if config.graph_dir is not None:
         with contained("name the inputs, for the graph's page"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, get_origin
 
 from asynctp_passes.config import Config
@@ -38,11 +39,15 @@ def is_on(name: str) -> bool:
     return bool(getattr(config, name, False))
 
 
-def obeyed(config: Config) -> Config:
-    """The configuration, which is left to Inductor batch-invariant where that is to be, and else not."""
+def obeyed(config: Config, patches: Mapping[str, Any] | None = None) -> Config:
+    """The configuration, which is left to Inductor batch-invariant where that is to be, and else not.
+
+    patches: Inductor options of the compile, which are not in force yet.
+    """
     if config.invariant != "auto":
         return config
-    return dataclasses.replace(config, invariant="batch" if is_on("batch_invariant") else "off")
+    invariant = (patches or {}).get("batch_invariant", is_on("batch_invariant"))
+    return dataclasses.replace(config, invariant="batch" if invariant else "off")
 
 
 def misreads_lists_of_one() -> bool:

@@ -33,7 +33,7 @@ from asynctp_passes.ranks import accord
 from asynctp_passes.ranks.accord import WARN_S, ask
 from asynctp_passes.torch_private import dynamo, inductor_compile, process_groups
 
-QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
+QUIET: dict[str, Any] = {"strict": "off"}
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 PATIENT_S, SHORT_S = "120", "2"
 
@@ -711,7 +711,7 @@ def cached(rank: int, world_size: int, folder: str) -> list[tuple[bool, bool, in
         asynctp_passes.clear_reports()
         place = f"{folder}/{rank}{looks}"
         with (
-            mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=place, ASYNCTP_AGREE_S=PATIENT_S),
+            mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=place, ASYNCTP_AGREE_S=SHORT_S if again else PATIENT_S),
             mock.patch.object(process_groups, "group_generation", return_value=f"round {again}"),
             mock.patch.object(accord, "_said", type(accord._said)()),
             mock.patch.object(backend, "_cached_in_vain", wraps=backend._cached_in_vain) as in_vain,
@@ -732,6 +732,40 @@ def test_a_graph_from_the_cache_that_ranks_do_not_share_is_compiled_again(tmp_pa
     first, second = run_ranks(2, cached, str(tmp_path), timeout_s=300)
     assert first == [(True, False, 1), (True, True, 0)]
     assert second == [(True, False, 1), (True, False, 0)]
+
+
+def half_cached(rank: int, world_size: int, folder: str) -> tuple[list[bool], bool, list[int]]:
+    """Twice the same graph; the second time rank 0 has it in its cache, and rank 1 has lost that."""
+    cached, accords, numbers = [], list[int](), accord.number_of
+    x, w = torch.ones(4, 8) * (rank + 1), torch.eye(8)
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        return reduced(x @ w) + reduced((x + 1) @ w)
+
+    def number_of(*args: Any) -> int:
+        accords.append(numbers(*args))
+        return accords[-1]
+
+    for again in (False, True):
+        torch._dynamo.reset()
+        asynctp_passes.clear_reports()
+        place = f"{folder}/{rank}{again and rank == 1}"
+        with (
+            mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=place, ASYNCTP_AGREE_S=PATIENT_S),
+            mock.patch.object(accord, "number_of", number_of),
+            mock.patch.object(backend, "_cached_in_vain", wraps=backend._cached_in_vain) as in_vain,
+            torch.no_grad(),
+        ):
+            torch.compile(program, backend="asynctp", options={**QUIET, "fallback_by_default": True})(x, w)
+        cached.append(asynctp_passes.reports()[-1].from_cache)
+    return cached, in_vain.called, accords
+
+
+@pytest.mark.ranks
+def test_a_rank_that_has_a_graph_in_its_cache_agrees_with_one_that_compiles_it(tmp_path: Any) -> None:
+    first, second = run_ranks(2, half_cached, str(tmp_path), timeout_s=300)
+    assert (first[:2], second[:2]) == (([False, True], False), ([False, False], False))
+    assert len({*first[2], *second[2]}) == 1, "the accord is the same, so errors find what it is about"
 
 
 # --- alone -----------------------------------------------------------------------------------------------------
