@@ -607,7 +607,7 @@ def _publish(
     raised: bool = False,
     strayed: bool = False,
 ) -> None:
-    """Keep the report, and send it to the log, the trace, the file and the page that the configuration names.
+    """Keep the report, and send it to the log, the trace, and the file and the page that the configuration names.
 
     across: It is of chains that lie in two graphs. raised: An error has its text, so the log need not. strayed: It came
     from the cache, and the compile under way may be another one.
@@ -624,12 +624,11 @@ def _publish(
         _reports.append(report)
     if config is None:
         return
-    if config.log and not raised:
+    if not raised:
         with contained("log the report"):
             _log(report)
-    if config.trace:
-        with contained("trace the report"):
-            dynamo.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
+    with contained("trace the report"):
+        dynamo.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
     if config.report_file is not None:
         with _or_warn("report_file", config.report_file):
             files.write(config.report_file, report.to_json() + "\n", append=True)

@@ -16,8 +16,8 @@ from typing import Any, Literal
 Strict = Literal["off", "zero", "all"]
 Rematerialize = Literal["auto", "always", "never"]
 Invariant = Literal["auto", "off", "batch"]
-_SWITCHES = ("deviate", "direct", "log", "trace")
-_NOT_DECISIVE = ("log", "trace", "report_file", "graph_dir")
+_SWITCHES = ("deviate", "direct")
+_NOT_DECISIVE = ("report_file", "graph_dir")
 _STRICT_LEVELS = ("off", "zero", "all")
 _INVARIANT_LEVELS = ("auto", "off", "batch")
 _REMATERIALIZE_MODES = ("auto", "always", "never")
@@ -80,8 +80,6 @@ class Config:
         direct: Let the code that Inductor generates call the fused ops without torch's dispatcher, once it has called
             them: the host takes less time. Else, and where that cannot be (a note of the report says why), calls go by
             `torch.ops`.
-        log: Log an entry per collective (MISSED as warning, the others as info).
-        trace: Emit each report as a structured-trace artifact, which tlparse shows.
         report_file: Append each report to this file as one line of JSON; None writes none.
         graph_dir: Write a page for every compiled graph into this folder, with the graph before and after, and
             `index.html`, which lists them; None writes none.
@@ -103,8 +101,6 @@ class Config:
     invariant: Invariant = "auto"
     deviate: bool = True
     direct: bool = True
-    log: bool = True
-    trace: bool = True
     report_file: str | None = None
     graph_dir: str | None = None
 

@@ -281,7 +281,7 @@ class Bench:
 
     def compiled(self, backend: str) -> list[Callable[[Tensor], Tensor]]:
         """The blocks as this backend compiles them, all with the same weights. A miss is counted, not raised."""
-        group, options = self.mesh.get_group().group_name, {"strict": "off", "log": False, **self.options}
+        group, options = self.mesh.get_group().group_name, {"strict": "off", **self.options}
         if self.problem.part == "forward":
             options["triton.cudagraphs"] = False  # one graph of all blocks is captured around theirs
         compile_one = compiler(backend, group, self.here.device, options, dynamic=False, fullgraph=True)

@@ -34,7 +34,7 @@ SIZE = 64
 UNLIKE_CALLS = 4
 FP8 = torch.float8_e4m3fn
 CLOSE = 0.05
-OPTIONS = {"strict": "off", "log": False, "fallback_by_default": not torch.cuda.is_available()}
+OPTIONS = {"strict": "off", "fallback_by_default": not torch.cuda.is_available()}
 
 
 @dataclass(frozen=True)

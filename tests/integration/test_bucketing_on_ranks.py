@@ -75,7 +75,7 @@ def limited(rank: int, world_size: int) -> tuple[bool, list[int], list[str]]:
 
     values = [torch.randn(size) for size in sizes]
     values[0][rank] = torch.nan  # gloo lets a NaN go or stay, by the order of ranks
-    compiled = torch.compile(program, backend="asynctp", fullgraph=True, options={"log": False})
+    compiled = torch.compile(program, backend="asynctp", fullgraph=True)
     found, (code,) = run_and_get_code(compiled, *values)
     (report,) = asynctp_passes.reports()
     same = all(torch.equal(a, b) for a, b in zip(found[1:], program(*values)[1:], strict=True))
@@ -187,7 +187,7 @@ def unlike_ranks(rank: int, world_size: int) -> list[tuple[bool, int]]:
         values = [torch.randn(32), torch.randn(256), torch.randn(8, 8), torch.randn(8, 8)]
         group = tuple(groups) if program is _two_groups else groups[0]
         wanted = program(rank, group, *values)
-        compiled = torch.compile(program, backend="asynctp", fullgraph=True, options={"strict": "off", "log": False})
+        compiled = torch.compile(program, backend="asynctp", fullgraph=True, options={"strict": "off"})
         found = compiled(rank, group, *values)
         (report,) = asynctp_passes.reports()
         same = all(torch.allclose(a, b, rtol=1e-4, atol=1e-3) for a, b in zip(found, wanted, strict=True))

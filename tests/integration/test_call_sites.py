@@ -31,7 +31,7 @@ from asynctp_passes.ops.call_sites import CallSite, SizedCallSite
 from asynctp_passes.planning import overlap
 from asynctp_passes.torch_private import inductor_calls, inductor_order
 
-OPTIONS: dict[str, Any] = {"log": False, "fallback_by_default": True, "direct": True}
+OPTIONS: dict[str, Any] = {"fallback_by_default": True, "direct": True}
 """All other ops are called as they are: no C++ is compiled."""
 
 

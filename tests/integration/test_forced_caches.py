@@ -27,7 +27,7 @@ def step(rank: int, _: int, folder: str) -> tuple[bool, list[bool]]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{rank}"
     torch.manual_seed(rank)
     tensors = [torch.randn(size, requires_grad=True) for size in ((16, 32), (32, 32), (32, 32))]
-    options: dict[str, Any] = {"strict": "off", "log": False, "fallback_by_default": True}
+    options: dict[str, Any] = {"strict": "off", "fallback_by_default": True}
     values = []
     for function in (layer, torch.compile(layer, backend="asynctp", options=options)):
         result = function(*tensors)

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from asynctp_passes.torch_private import giving_up, process_groups
 
-OPTIONS: dict[str, Any] = {"strict": "off", "log": False, "fallback_by_default": True}
+OPTIONS: dict[str, Any] = {"strict": "off", "fallback_by_default": True}
 SOON_S = 5.0
 """By then every rank has raised."""
 

@@ -79,7 +79,7 @@ def started(code: str, groups: Groups) -> list[int]:
 
 def compiled_order(program: Program, local: int, groups: Groups, **options: bool) -> list[int]:
     torch._dynamo.reset()
-    function = torch.compile(program, backend="asynctp", options={"strict": "off", "log": False, **options})
+    function = torch.compile(program, backend="asynctp", options={"strict": "off", **options})
     names = {group.group_name: group for group in groups}
     GROUPS.update(names)
     numbers = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
@@ -291,7 +291,7 @@ def test_a_subgraph_keeps_its_place_among_collectives(groups: Groups, monkeypatc
 
     monkeypatch.setattr(inductor_order, "keep_order", keep)
     with torch.no_grad():
-        torch.compile(program, backend="asynctp", options={"strict": "off", "log": False})(tensor(8, 8), groups)
+        torch.compile(program, backend="asynctp", options={"strict": "off"})(tensor(8, 8), groups)
     (after,) = (each for each in kept if "cond" in each)
     assert after["cond"] == {"all_reduce"}
     assert "cond" in after["all_gather_into_tensor"]
@@ -322,7 +322,7 @@ def test_ranks_compare_before_each_collective_of_the_program(groups: Groups) -> 
         return [a @ w, total, all_reduce(x.sin(), "max", groups[0])]
 
     with torch.no_grad():
-        function = torch.compile(program, backend="asynctp", options={"strict": "off", "log": False})
+        function = torch.compile(program, backend="asynctp", options={"strict": "off"})
         _, (code,) = run_and_get_code(function, groups)
     first, second = (f"'{group.group_name}'" for group in groups[:2])
     told = [(call["op"], call["arguments"].split(", ")) for call in _CALL.finditer(as_ops(code))]
@@ -356,7 +356,7 @@ def test_training_communicates_in_one_order(groups: Groups) -> None:
     orders = []
     for local in (0, 1):
         torch._dynamo.reset()
-        function = torch.compile(training, backend="asynctp", options={"strict": "off", "log": False})
+        function = torch.compile(training, backend="asynctp", options={"strict": "off"})
         x, w = (torch.zeros(8, 8, requires_grad=True) for _ in range(2))
         run = partial(function, local, groups, x, w)
         _, codes = run_fw_bw_and_get_code(lambda run=run: sum(run()[:2]))  # type: ignore[misc]
@@ -586,7 +586,7 @@ def test_an_op_that_torch_lowers_in_its_own_way_keeps_its_place(groups: Groups) 
 
 def test_a_pass_alone_warns_of_ops_that_may_have_moved(groups: Groups, caplog: pytest.LogCaptureFixture) -> None:
     """Without the joint pass nobody knows the order of the program. With it there is nothing to warn of."""
-    options: dict[str, Any] = {"post_grad_custom_post_pass": AsyncTPPass(Config(strict="off", log=False))}
+    options: dict[str, Any] = {"post_grad_custom_post_pass": AsyncTPPass(Config(strict="off"))}
 
     def warnings() -> list[str]:
         torch._dynamo.reset()
@@ -598,7 +598,7 @@ def test_a_pass_alone_warns_of_ops_that_may_have_moved(groups: Groups, caplog: p
     GROUPS.update({group.group_name: group for group in groups})
     (warning,) = warnings()
     assert "vllm_like.all_reduce" in warning
-    options["joint_custom_post_pass"] = RematerializePass(Config(strict="off", log=False))
+    options["joint_custom_post_pass"] = RematerializePass(Config(strict="off"))
     assert warnings() == []
 
 

@@ -73,7 +73,7 @@ def under_settings(rank: int, world_size: int) -> dict[str, tuple[bool, list[tup
         with ExitStack() as stack:
             stack.enter_context(torch._inductor.config.patch(settings))
             stack.enter_context(mock.patch.dict("os.environ", ASYNCTP_AGREE_S="120"))
-            options = {"strict": "off", "log": False, "trace": False}
+            options = {"strict": "off"}
             got = trained(torch.compile(make(mesh), backend="asynctp", options=options), x)
         right = all(torch.allclose(*pair, atol=1e-4) for pair in zip(got, wanted, strict=True))
         found[name] = right, [(len(one.fused), len(one.missed)) for one in asynctp_passes.reports()]

@@ -63,7 +63,7 @@ def trained(use: Use, rank: int, ranks: int, backend: str | None) -> tuple[list[
     for function in functions:  # a function of its own to ranks, which ask one another about it
         function.__code__ = function.__code__.replace(co_name=f"{function.__name__}_{use.__name__}")
     if backend is not None:
-        options = {"strict": "off", "log": False}
+        options = {"strict": "off"}
         functions = tuple(torch.compile(one, backend=backend, options=options) for one in functions)
     results = [functions[0](a, w, bias, v), functions[1](x)]
     sum(one.square().sum() for one in results).backward()  # type: ignore[union-attr]

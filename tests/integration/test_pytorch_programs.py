@@ -67,7 +67,7 @@ def compiled(program: Callable[..., Any], *inputs: Any, train: bool = False) -> 
     """The graphs that a compiled program gives to asynctp, each with its report."""
     start()
     kept = Kept()
-    options = {"strict": "off", "log": False, "post_grad_custom_post_pass": kept, **QUICK}
+    options = {"strict": "off", "post_grad_custom_post_pass": kept, **QUICK}
     function = torch.compile(program, backend="asynctp", dynamic=False, fullgraph=True, options=options)
     try:
         out = function(*inputs)

@@ -300,7 +300,7 @@ def gradients(rank: int, program: Callable[..., list[Tensor]], backend: str) -> 
     weights = [torch.randn(16, size, requires_grad=True) for size in (16, 32)]
     weights.append(torch.randn(32, 16, requires_grad=True))
     b = torch.randn(4, 16, generator=torch.Generator().manual_seed(5 + rank))
-    options = QUICK if backend == "inductor" else {**QUICK, "strict": "off", "log": False, "rematerialize": "always"}
+    options = QUICK if backend == "inductor" else {**QUICK, "strict": "off", "rematerialize": "always"}
     _calls.clear()
     outs = torch.compile(lambda *args: program(rank, *args), backend=backend, options=options)(b, *weights)
     results = [out.detach().clone() for out in outs]
@@ -420,7 +420,7 @@ def test_its_key_is_a_part_of_the_caches() -> None:
     assert keys[0] != keys[1]
     assert keys[2] is None
     assert RematerializePartitioner(config).uuid() == RematerializePass(config).uuid()
-    quiet = RematerializePartitioner(Config(rematerialize="always", log=False, report_file="reports"))
+    quiet = RematerializePartitioner(Config(rematerialize="always", report_file="reports"))
     assert pickle.dumps(quiet) == pickle.dumps(RematerializePartitioner(config)), "a part of the key, too"
     assert copy.deepcopy(quiet).config == quiet.config
 

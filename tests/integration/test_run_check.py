@@ -25,7 +25,7 @@ from asynctp_passes import DisagreementError
 from asynctp_passes.ops import run_check
 from asynctp_passes.torch_private import process_groups
 
-QUIET: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
+QUIET: dict[str, Any] = {"strict": "off"}
 LIMIT_S = 3.0
 
 

@@ -74,7 +74,7 @@ def without_a_store(rank: int, world_size: int) -> tuple[list[bool], list[str], 
     x, w, group, deviating = torch.randn(4, 8), torch.randn(8, 8), dist.group.WORLD, dist.new_group([0, 1])
 
     def compiled(program: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        options: dict[str, Any] = {"strict": "off", "log": False, "trace": False, "fallback_by_default": True}
+        options: dict[str, Any] = {"strict": "off", "fallback_by_default": True}
         return torch.compile(program, backend="asynctp", options=options)  # type: ignore[no-any-return]
 
     met = compiled(two_sums)

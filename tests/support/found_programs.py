@@ -784,7 +784,7 @@ def _run(program: Found, rank: int) -> dict[str, Any]:
     dist.barrier()
     heard = _Heard()
     logging.getLogger("asynctp_passes").addHandler(heard)
-    options = {"strict": "off", "log": False, "fallback_by_default": True, **program.config}
+    options = {"strict": "off", "fallback_by_default": True, **program.config}
     if program.late:
         plain = torch.compile(function, options={"fallback_by_default": True})
         _results(program, plain, rank)

@@ -199,7 +199,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
     asynctp_passes.register_local("opaque_like::all_reduce_stats")
     asynctp_passes.register_rowwise(ops.norm)
-    options = {"strict": "off", "log": False, "fallback_by_default": True}
+    options = {"strict": "off", "fallback_by_default": True}
     found: dict[str, dict[str, Any]] = {}
     for name, case in CASES.items():
         program = functools.partial(case, rank)

@@ -15,7 +15,7 @@ __all__ = ["before_and_after", "copied", "outcomes", "run_pass"]
 
 def run_pass(graph: Graph, **options: Any) -> Report:
     """Run the pass, without a log. `options` are fields of `Config`; without `strict` nothing is raised."""
-    report = run(graph, Config(**{"strict": "off", "log": False, "trace": False, **options}))
+    report = run(graph, Config(**{"strict": "off", **options}))
     assert not report.internal_errors
     return report
 

@@ -48,7 +48,7 @@ _ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
     "ASYNCTP_TIMEOUT_S": str(WAIT_S),
 }
-_OPTIONS: dict[str, Any] = {"strict": "off", "log": False, "trace": False}
+_OPTIONS: dict[str, Any] = {"strict": "off"}
 _GLOO_ENDED = (
     "Timed out waiting",
     "Wait timeout",

@@ -18,7 +18,7 @@ from asynctp_passes import AsyncTPPass, Config, ConfigError, RematerializePass, 
 from asynctp_passes.backend import split_options
 from asynctp_passes.config import RUNTIME_VARIABLES, cpu_implementation, required
 
-SINKS = {"log": False, "trace": False, "report_file": "reports.jsonl", "graph_dir": "pages"}
+SINKS = {"report_file": "reports.jsonl", "graph_dir": "pages"}
 OTHERS: dict[str, Any] = {
     "groups": "tp",
     "strict": "all",
@@ -58,8 +58,6 @@ BAD = [
     ("invariant", "rows", "one of ('auto', 'off', 'batch')"),
     ("deviate", "never", "True or False"),
     ("direct", 1, "True or False"),
-    ("log", 1, "True or False"),
-    ("trace", "yes", "True or False"),
     ("report_file", "", "a path, or None"),
     ("report_file", 3, "a path, or None"),
     ("report_file", "/", "a file that can be written, in a folder that is there or can be made"),
@@ -83,8 +81,7 @@ BAD_VARIABLES = [
     ("ASYNCTP_EXPECT", "-1", "an integer >= 0"),
     ("ASYNCTP_MIN_BYTES", "1e6", "an integer >= 0"),
     ("ASYNCTP_MIN_FLOPS", "", "an integer >= 0"),
-    ("ASYNCTP_LOG", "maybe", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
-    ("ASYNCTP_TRACE", "2", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
+    ("ASYNCTP_DIRECT", "2", "one of ('1', 'true', 'on', '0', 'false', 'off')"),
     ("ASYNCTP_REMATERIALIZE", "1", "one of ('auto', 'always', 'never')"),
     ("ASYNCTP_INVARIANT", "1", "one of ('auto', 'off', 'batch')"),
     ("ASYNCTP_GROUPS", " , ", '"auto" or at least one group'),
@@ -109,9 +106,9 @@ GOOD_VARIABLES = [
     ("ASYNCTP_INVARIANT", "batch", "invariant", "batch"),
     ("ASYNCTP_DEVIATE", "0", "deviate", False),
     ("ASYNCTP_DIRECT", "0", "direct", False),
-    ("ASYNCTP_LOG", "OFF", "log", False),
-    ("ASYNCTP_LOG", "1", "log", True),
-    ("ASYNCTP_TRACE", "false", "trace", False),
+    ("ASYNCTP_DIRECT", "OFF", "direct", False),
+    ("ASYNCTP_DIRECT", "1", "direct", True),
+    ("ASYNCTP_DEVIATE", "false", "deviate", False),
     ("ASYNCTP_REPORT_FILE", "/tmp/reports.jsonl", "report_file", "/tmp/reports.jsonl"),
     ("ASYNCTP_REPORT_FILE", "", "report_file", None),
     ("ASYNCTP_GRAPH_DIR", "pages", "graph_dir", "pages"),

@@ -46,7 +46,7 @@ def compiled(**sinks: Any) -> Graph:
     """A graph that the pass has worked on, with its reports sent to these places."""
     backend.clear_reports()
     graph = program()
-    AsyncTPPass(Config(**{"strict": "off", "trace": False, **sinks}))(graph)
+    AsyncTPPass(Config(**{"strict": "off", **sinks}))(graph)
     (report,) = backend.reports()
     assert len(report.fused) == 2
     return graph
@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
 SINKS = [
     # what fails, and which sinks there are
     (backend, "_log", {}),
-    (dynamo, "trace_artifact", {"trace": True}),
+    (dynamo, "trace_artifact", {}),
     (Report, "to_json", {"report_file": "reports"}),
     (graph_page, "write_page", {"graph_dir": "pages"}),
     (graph_page, "_listing", {"graph_dir": "pages"}),
@@ -217,7 +217,7 @@ def test_no_sink_ends_a_compile(
     graph = program()
     backend.clear_reports()
     with mock.patch.object(owner, name, side_effect=raised):
-        AsyncTPPass(Config(**{"strict": "all", "trace": False, **placed}))(graph)
+        AsyncTPPass(Config(**{"strict": "all", **placed}))(graph)
     assert any("asynctp" in str(node.target) for node in graph.nodes)
     assert len(backend.reports()) == 1
     assert "internal error ATP901" in caplog.text

@@ -69,7 +69,7 @@ def program(*, joint: bool = False) -> Graph:
 
 
 def quiet(**fields: Any) -> Config:
-    return Config(**{"strict": "off", "trace": False, **fields})
+    return Config(**{"strict": "off", **fields})
 
 
 class Surprise(Exception):

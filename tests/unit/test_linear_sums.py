@@ -150,7 +150,7 @@ def test_a_strict_failure_leaves_the_sum_as_it_was() -> None:
     graph = b.returns(sum_, missed)
     before = snapshot(graph)
     with pytest.raises(StrictError):
-        run(graph, Config(strict="all", log=False, trace=False))
+        run(graph, Config(strict="all"))
     assert snapshot(graph) == before
 
 

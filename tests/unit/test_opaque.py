@@ -137,5 +137,5 @@ def test_an_opaque_op_alone_changes_nothing() -> None:
     with graph.inserting_after(mixed):
         mixed.args = (graph.call_function(aten.relu.default, (x,)),)
     before = [node.name for node in graph.nodes]
-    run_asynctp(graph, Config(strict="off", log=False))
+    run_asynctp(graph, Config(strict="off"))
     assert [node.name for node in graph.nodes] == before

@@ -304,7 +304,7 @@ def test_a_refused_part_leaves_the_fused_all_reduce() -> None:
         return [Answer(refused=dict.fromkeys(one.deviations, "rank 0 does not")) for one in questions]
 
     with mock.patch.object(undo, "ask", refuse):
-        report = run(b.graph, Config(strict="all", expect=1, log=False, trace=False))
+        report = run(b.graph, Config(strict="all", expect=1))
     assert [one.kind for one in report.fused] == ["matmul_all_reduce"]
     assert "rank 0 does not" in report.notes[-1]
 

@@ -202,7 +202,7 @@ def test_groups_are_translated() -> None:
     register_collective(ops.all_gather, **GATHER, groups={"tp:0": "7"})
     b = GraphBuilder()
     graph = b.returns(b.mm(gather(b, b.input("x", [4, 8])), b.input("w", [8, 16])))
-    (remark,) = run(graph, Config(groups=("7",), log=False, trace=False)).remarks
+    (remark,) = run(graph, Config(groups=("7",))).remarks
     assert (remark.outcome, remark.group) == ("FUSED", "7")
     (fused,) = (node for node in graph.nodes if str(node.target).startswith("asynctp."))
     assert fused.args[-1] == "7"
@@ -232,7 +232,7 @@ def test_a_group_that_torch_does_not_know_is_missed_and_named(groups: dict[str, 
     with imagined_ranks(4):
         b = GraphBuilder()
         graph = b.returns(b.mm(gather(b, b.input("x", [4, 8])), b.input("w", [8, 16])))
-        (remark,) = run(graph, Config(strict="off", log=False, trace=False)).remarks
+        (remark,) = run(graph, Config(strict="off")).remarks
     if groups is None:
         assert remark.code == "ATP113"
         assert "'tp:0', which no process group here is called: register it with groups={'tp:0': ...}" in remark.message
@@ -248,7 +248,7 @@ def test_a_number_of_ranks_that_is_none_is_missed(ranks: int) -> None:
         b = GraphBuilder()
         whole = gather(b, b.input("x", [4, 8]), group="0", size=ranks)
         graph = b.returns(b.mm(whole, b.input("w", [8, 16])))
-        (remark,) = run(graph, Config(strict="off", log=False, trace=False)).remarks
+        (remark,) = run(graph, Config(strict="off")).remarks
     assert remark.code == "ATP108"
     assert f"[16, 8] is not {ranks} shards of [4, 8]" in remark.message
 

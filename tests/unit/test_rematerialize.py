@@ -491,7 +491,7 @@ def test_an_error_leaves_what_the_partitioner_made(where: str, internal_errors: 
     plain = halves(needed, "never")
     b = GraphBuilder(ranks=2)
     graph = b.returns(*needed(b))
-    config = Config(rematerialize="always", strict="off", log=False)
+    config = Config(rematerialize="always", strict="off")
     run_joint(graph, config)
     gm = GraphModule(torch.nn.Module(), graph)
 

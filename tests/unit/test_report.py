@@ -123,7 +123,7 @@ def test_print_of_an_all_reduce() -> None:
     """No group exists here, and the graph does not say how many ranks it would have."""
     b = GraphBuilder()
     graph = b.returns(b.all_reduce(b.mm(b.input("a", [6, 8]), b.input("w", [8, 12]))))
-    report = run(graph, Config(strict="all", log=False, trace=False))
+    report = run(graph, Config(strict="all"))
     assert_expected_inline(
         str(report),
         """\
@@ -327,7 +327,7 @@ def test_the_module_is_the_innermost_one(key: str, path: str, shown: str) -> Non
     b = GraphBuilder()
     product = b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12]))
     product.meta[key] = {"outer": ("L['self'].outer", torch.nn.Module), "inner": (path, torch.nn.Linear)}
-    (remark,) = run(b.returns(product), Config(log=False, trace=False)).remarks
+    (remark,) = run(b.returns(product), Config()).remarks
     assert str(remark).splitlines()[0] == f"+ FUSED   {shown}all_gather_matmul over 'tp', 4 ranks"
 
 
@@ -336,8 +336,8 @@ def test_the_plan_digest_tells_plans_apart() -> None:
     assert real_report().plan_digest == real_report().plan_digest
     b = GraphBuilder()
     graph = b.returns(b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12])))
-    skipped = run(graph, Config(min_bytes=10**9, log=False, trace=False))
-    fused = run(graph, Config(log=False, trace=False))
+    skipped = run(graph, Config(min_bytes=10**9))
+    fused = run(graph, Config())
     assert skipped.plan_digest != fused.plan_digest
 
 
@@ -352,7 +352,7 @@ def test_the_plan_digest_tells_plans_apart() -> None:
 def test_phase(names: list[str], phase: str) -> None:
     b = GraphBuilder()
     x, w = b.input(names[0], [4, 8]), b.input(names[1], [8, 12])
-    assert run(b.returns(b.mm(b.gather(x), w)), Config(log=False, trace=False)).phase == phase
+    assert run(b.returns(b.mm(b.gather(x), w)), Config()).phase == phase
 
 
 # --- costs -----------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_costs_of_a_gather_and_a_scatter() -> None:
     b = GraphBuilder()
     gathered = b.mm(b.gather(b.input("x", [4, 8])), b.input("w", [8, 12]))
     scattered = b.scatter(b.mm(b.input("a", [16, 8]), b.input("v", [8, 12])))
-    report = run(b.returns(gathered, scattered), Config(log=False, trace=False))
+    report = run(b.returns(gathered, scattered), Config())
     assert [(remark.comm_bytes, remark.flops) for remark in report.remarks] == [
         (3 * 4 * 8 * 4, 2 * 16 * 12 * 8),
         (3 * 4 * 12 * 4, 2 * 16 * 12 * 8),
@@ -371,7 +371,7 @@ def test_costs_of_a_gather_and_a_scatter() -> None:
 def test_symbolic_costs_are_unknown() -> None:
     b = GraphBuilder()
     graph = b.returns(b.mm(b.gather(b.input("x", [6, 8], dynamic=0)), b.input("w", [8, 12])))
-    (remark,) = run(graph, Config(min_bytes=10**9, log=False, trace=False)).remarks
+    (remark,) = run(graph, Config(min_bytes=10**9)).remarks
     assert (remark.outcome, remark.comm_bytes, remark.flops) == ("FUSED", None, None)
 
 

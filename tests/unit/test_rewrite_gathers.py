@@ -790,7 +790,7 @@ def test_an_order_that_is_not_as_planned_is_an_error_of_the_package() -> None:
     graph = late_beside_draws(2)
     checks = tuple(check for check in legality.CHECKS if check is not legality.kept_gather_can_move)
     with mock.patch.object(decide, "CHECKS", checks):
-        report = run(graph, Config(strict="off", trace=False, log=False))
+        report = run(graph, Config(strict="off"))
     (error,) = report.internal_errors
     assert "the order of communication is not as planned" in error
     assert order_of(graph) == ["all_reduce", "all_gather_into_tensor", "all_reduce"]

@@ -26,7 +26,7 @@ def graph_of(*, fused: int = 0, reordered: int = 0, computed: int = 0, returned:
 
 
 def config(**fields: object) -> Config:
-    return Config(log=False, trace=False, **fields)  # type: ignore[arg-type]
+    return Config(**fields)  # type: ignore[arg-type]
 
 
 RAISES = [

@@ -82,7 +82,7 @@ def test_late_inputs_move_up_to_their_first_user() -> None:
 @pytest.mark.parametrize("joint", [False, True])
 def test_both_passes_sort(joint: bool) -> None:
     graph, _ = late_attention(GraphBuilder())
-    config = Config(strict="all", log=False, trace=False)
+    config = Config(strict="all")
     if joint:
         assert run_joint(graph, config) is None
     else:
@@ -111,7 +111,7 @@ def test_an_error_leaves_the_order_too() -> None:
     arrange(graph, [*nodes[-2:], *nodes[:-2]])
     before = snapshot(graph)
     with pytest.raises(StrictError):
-        run(graph, Config(log=False, trace=False))
+        run(graph, Config())
     assert snapshot(graph) == before
 
 
