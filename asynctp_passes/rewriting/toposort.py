@@ -6,7 +6,8 @@ of a pattern's last result, so that users of the first result may come before it
     scores, weights, out, reduce_scatter(out), ..., grad_q      ─▶   reduce_scatter(sdpa), ..., sdpa, grad_q
 
 Here `sdpa` moves up to its first user. What a program does besides computing keeps its order: collectives among each
-other, random draws among each other, and what reads or writes memory that an in-place operation changes.
+other, random draws among each other, and what reads or writes memory that an in-place operation changes. Nothing moves
+past an op that orders streams, since what it orders does not show in the graph.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from asynctp_passes.ir.nodes import is_known_collective, is_random, mutates, written_by
+from asynctp_passes.ir.nodes import is_known_collective, is_random, mutates, orders_streams, written_by
 from asynctp_passes.ir.order import communications
 from asynctp_passes.ir.traversal import reachable, steps_of
 from asynctp_passes.layout.propagation import shares_memory
@@ -98,8 +99,8 @@ class _KeptOrder:
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self._nodes = nodes
-        self._memory = set(_accesses(nodes))
         called = [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
+        self._fixed = {*_accesses(nodes), *_around_borders(called)}
         draws, effects = list(filter(is_random, called)), list(filter(_has_effect, called))
         calls = communications(called)
         self._pairs = {
@@ -110,7 +111,7 @@ class _KeptOrder:
     def inputs(self) -> dict[fx.Node, list[fx.Node]]:
         """For each node, the nodes that it comes after."""
         found = {node: list(node.all_input_nodes) for node in self._nodes}
-        for first, then in (*self._pairs, *self._memory):
+        for first, then in (*self._pairs, *self._fixed):
             found[then].append(first)
         return found
 
@@ -118,12 +119,12 @@ class _KeptOrder:
         """Give up the order of one pair of a cycle: of draws before that of collectives. Its neighbours keep theirs.
 
         Raises:
-            CannotSort: All of the cycle is inputs, and reads and writes of the same memory.
+            CannotSort: All of the cycle is inputs, reads and writes of the same memory, and what orders streams.
         """
         free = [pair for pair in cycle if pair in self._pairs and pair[0] not in pair[1].all_input_nodes]
         if not free:
             names = " -> ".join(user.name for _, user in [*cycle, cycle[0]])
-            raise CannotSort(f"a cycle of inputs, or of reads and writes of memory: {names}")
+            raise CannotSort(f"a cycle of inputs, of reads and writes of memory, or of what orders streams: {names}")
         first, then = pair = min(free, key=self._pairs.__getitem__)
         rank = self._pairs.pop(pair)
         self._given_up.add(pair)
@@ -140,6 +141,14 @@ def _has_effect(node: fx.Node) -> bool:
 def _is_alias(node: fx.Node) -> bool:
     """True for an op that always gives a view: it reads nothing, and its result changes with what it takes."""
     return not mutates(node) and torch_ops.may_alias(node)
+
+
+def _around_borders(nodes: Sequence[fx.Node]) -> Iterator[_Pair]:
+    """For each op that orders streams, the pairs of it and each other node, in the graph's order."""
+    for place, border in enumerate(nodes):
+        if orders_streams(border):
+            yield from ((before, border) for before in nodes[:place])
+            yield from ((border, after) for after in nodes[place + 1 :])
 
 
 def _accesses(nodes: Sequence[fx.Node]) -> Iterator[_Pair]:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo.variables.streams  # defines the ops
 from dumps import dump_paths, example_inputs, load
 from graph_builder import GraphBuilder, aten, c10d, snapshot
 from lockstep import differences, evaluate
@@ -194,6 +195,26 @@ def test_a_read_that_cannot_stay_there_is_an_error() -> None:
     with pytest.raises(CannotSort, match="relu"):
         toposort.sort(graph)
     assert snapshot(graph) == before
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_nothing_moves_past_what_orders_streams(behind: bool) -> None:
+    """A late input moves up to its user where no wait for an event lies between: `behind` it does."""
+    b = GraphBuilder()
+    x, y = b.input("x", [4, 8]), b.input("y", [4, 8])
+    late = b.relu(x)
+    total = b.all_reduce(late)
+    other = b.call(operator.neg, y)
+    wait = b.graph.call_function(torch.ops.streams.wait_event.default, (3, 0))
+    graph = b.returns(total, other)
+    rest = [node for node in called(graph) if node not in (late, wait, other)]
+    arrange(graph, [other, *rest, *((wait, late) if behind else (late, wait))])
+    if behind:
+        with pytest.raises(CannotSort, match="streams"):
+            toposort.sort(graph)
+        return
+    toposort.sort(graph)
+    assert called(graph) == [other, late, *rest, wait]
 
 
 def test_a_cycle_is_an_error() -> None:
