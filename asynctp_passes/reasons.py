@@ -549,8 +549,8 @@ TAKEN_IN_PARTS = _skip(
     "each weight",
     "divide the shard, and gather each piece: a chunk then has rows of every rank, so divide labels alike. Or, where "
     "memory allows, multiply all rows and divide the result",
-    "nothing to do where chunks save memory. Where weights differ, reduce each part by itself. Otherwise join the "
-    "operands, and multiply them",
+    "nothing to do where chunks save memory. Where weights differ, reduce each part by itself: in a backward, by "
+    "gathering each by itself. Otherwise join the operands, and multiply them",
 )
 
 BEHIND_PRODUCTS = _reason(

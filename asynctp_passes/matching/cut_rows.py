@@ -7,7 +7,7 @@ cut off its result. There are as few as paddings to a multiple of the ranks have
 
 Where ranges of rows together are all of them, the fused op multiplies each by its own weight:
 
-    shard → all_gather → wait → view* → {slice, split}+ → {copy, reshape}* → matmul, by another weight for each range
+    shard → all_gather → wait → view* → {slice, split, select}+ → {copy, reshape}* → matmul, each by another weight
 
 Ranges that one weight multiplies are chunks, which save the memory of the whole result. They stay as they are, and so
 do more than `MOST_RANGES`, as of experts.
@@ -185,11 +185,15 @@ def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
         if isinstance(start, int) and start < 0:
             start = canonical(before[dim] + start)
         yield Part((user,), dim, start, canonical(start + sizes.of(value_of(user))[dim]))
-    elif traits.view is View.SPLIT:
+    elif traits.view is View.SELECT and isinstance(index := arguments(user)["index"], int):
+        dim = arguments(user)["dim"] % len(before)
+        start = canonical(index if index >= 0 else before[dim] + index)
+        yield Part((user,), dim, start, canonical(start + 1))
+    elif traits.view in (View.SPLIT, View.UNBIND):
         dim, start = arguments(user)["dim"] % len(before), canonical(0)
         taken = {item.args[1]: item for item in user.users if op_name(item) == "getitem"}
         for index, piece in enumerate(user.meta["val"]):
-            end = canonical(start + sizes.of(piece)[dim])
+            end = canonical(start + (1 if traits.view is View.UNBIND else sizes.of(piece)[dim]))
             if index in taken:
                 yield Part((user, taken[index]), dim, start, end)
             start = end

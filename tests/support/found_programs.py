@@ -213,11 +213,24 @@ def three_streams_in_a_batch(x: Tensor, text: Tensor, image: Tensor, sound: Tens
     return [part @ w for part, w in zip(whole.split([3, 11, 2], 1), (text, image, sound), strict=True)]
 
 
-@found("F ATP104", "own", trains=True, x=[8, 16], text=[24, 16], image=[24, 16], bias=[24])
+@found("F ATP406", "own", trains=True, x=[8, 16], text=[24, 16], image=[24, 16], bias=[24])
 def step_of_two_streams(x: Tensor, text: Tensor, image: Tensor, bias: Tensor) -> Tensor:
     whole = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
     q, k = F.linear(whole[:5], text, bias), F.linear(whole[5:], image, bias)
     return q.sin().sum() + k.square().mean()
+
+
+@found("F ATP406", "own", trains=True, x=[8, 16, BF16], text=[24, 16, BF16], image=[24, 16, BF16])
+def step_of_two_split_streams(x: Tensor, text: Tensor, image: Tensor) -> Tensor:
+    first, then = all_gather_tensor_autograd(x, 0, dist.group.WORLD).split([5, 11])
+    return F.linear(first, text).float().sin().sum() + F.linear(then, image).float().square().mean()
+
+
+@found("F F F F", "own", trains=True, x=[8, 16], text=[24, 16], image=[24, 16])
+def step_of_two_streams_that_are_gathered_apart(x: Tensor, text: Tensor, image: Tensor) -> Tensor:
+    """As the reason of the programs before says it."""
+    first, then = (all_gather_tensor_autograd(part, 0, dist.group.WORLD) for part in x.split([3, 5]))
+    return F.linear(first, text).sin().sum() + F.linear(then, image).square().mean()
 
 
 @found("F", "own", rows=(7, 12, 13), x=["tokens", 16], text=[16, 8], image=[16, 12])

@@ -343,6 +343,17 @@ def two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.cat([product(b), product(b, "c")]))
 
 
+@row("TAKEN_IN_PARTS", "joins pieces of different products: mm, mm_1")
+def products_of_two_streams_among_zeros(b: GraphBuilder) -> Node:
+    """The gradient of slices: not a gather by a sum, though each is as large as a rank's part."""
+    first, then = product(b), product(b, "c")
+    parts = (
+        b.call(aten.slice_scatter.default, b.call(aten.full.default, [64, 12], 0.0), part, 0, start, start + 16)
+        for part, start in ((first, 0), (then, 16))
+    )
+    return b.all_reduce(b.call(aten.add.Tensor, *parts))
+
+
 @row("TAKEN_IN_PARTS", "joins pieces of different products: mm_1, mm")
 def products_of_two_shapes_joined(b: GraphBuilder) -> Node:
     """As of experts that have different numbers of tokens."""

@@ -144,7 +144,7 @@ SECTIONS: dict[str, list[Form]] = {
         ),
         form(
             "→ two to four ranges that are all rows, each to `mm`s of its own weights, as two streams",
-            "fused; `ATP406` in fp8 or int8. The backward is `ATP104` or `ATP406`",
+            "fused; `ATP406` in fp8 or int8, and in the backward",
             *("two_streams_that_meet_at_a_border_of_shards", "three_streams_in_a_batch", "step_of_two_streams"),
             "test_what_stays",
         ),

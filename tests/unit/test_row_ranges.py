@@ -174,6 +174,18 @@ def test_a_range_that_is_taken_twice() -> None:
     check(b.returns(*outs, b.relu(rows(b, whole, 0, 5)), b.mm(rows(b, whole, 5, END), b.input("t", [8, 3]))), 4, ["F"])
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_steps_that_are_selected(batch_first: bool, at_once: bool) -> None:
+    """Of a batch of two, or of sequences of two steps, each by a weight of its own."""
+    b = GraphBuilder()
+    whole = b.reshape(b.gather(b.input("x", [4, 8])), [2, 8, 8] if batch_first else [8, 2, 8])
+    dim = 0 if batch_first else 1
+    both = b.call(aten.unbind.int, whole, dim) if at_once else None
+    parts = [b.call(aten.select.int, whole, dim, i - 2) if both is None else b.call(getitem, both, i) for i in range(2)]
+    check(b.returns(*[b.mm(part, b.input(f"w{i}", [8, 6])) for i, part in enumerate(parts)]), 4, expected=["F"])
+
+
 # --- what stays -----------------------------------------------------------------------------------------------------
 def streams(b: GraphBuilder, whole: Node, *ends: tuple[int, int], weights: int = 2, dim: int = 0) -> list[Node]:
     """Products of ranges, by so many weights in turn."""
