@@ -18,16 +18,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from asynctp_passes.ir.matmuls import is_matmul, read_term
-from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import (
+    arguments,
+    dtype_of,
+    first_tensor,
+    is_number,
+    is_size,
+    op_name,
+    tensor_of,
+    traits_of,
+    value_of,
+)
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Size, Sizes, canonical, is_within, product, rounded_up, same
-from asynctp_passes.layout.index_map import IndexMap
+from asynctp_passes.layout.index_map import IndexMap, tidy_dim
 from asynctp_passes.layout.placement import incomplete
-from asynctp_passes.layout.propagation import Propagation
+from asynctp_passes.layout.propagation import Propagation, propagate, sources_of
 from asynctp_passes.reasons import Refusal
 
 MOST_RANGES = 4
@@ -111,24 +120,42 @@ def find_ranges(propagation: Propagation, sizes: Sizes) -> Iterator[Cut]:
         found = [[*_cuts(whole, propagation.maps[whole], part, sizes)] for part in parts]
         weights = [{weight for cut in cuts for weight in _weights(cut.operand, sizes)} for cuts in found]
         apart = sum(map(len, weights)) == len(set().union(*weights))
-        if apart and len(_apart(parts)) <= MOST_RANGES and not any(None in each for each in weights):
+        if apart and len(_apart(parts)) <= MOST_RANGES:
             yield from (replace(cut, is_range=True) for cuts in found for cut in cuts)
 
 
-def _weights(operand: fx.Node, sizes: Sizes) -> Iterator[fx.Node | None]:
-    """The tensors that the right operands of an operand's matmuls hold; None for a matmul that takes no range."""
+def _weights(operand: fx.Node, sizes: Sizes) -> Iterator[object]:
+    """The values that the right operands of an operand's matmuls hold."""
     for user in filter(is_matmul, operand.users):
         matmul = read_term(user)
-        if isinstance(matmul, Refusal) or matmul.scaled is not None or value_of(operand).dtype == torch.int8:
-            yield None
-            continue
-        weight = matmul.b
-        while traits_of(weight).view is not None:
-            before, after = tensor_of(weight.args[0]), tensor_of(weight)
-            if before is None or after is None or not same(product(sizes.of(before)), product(sizes.of(after))):
-                break
-            weight = weight.args[0]  # type: ignore[assignment]  # a node
-        yield weight
+        if not isinstance(matmul, Refusal):
+            yield _held(matmul.b, sizes)
+
+
+def _held(node: fx.Node, sizes: Sizes) -> object:
+    """The values that a tensor holds, in any order: equal for views of the same elements of one tensor, and for casts.
+
+    A tensor that is changed between two views counts as one all the same.
+    """
+    way = [node]
+    while (source := _rearranged(way[-1])) is not None:
+        way.append(source)
+    *views, base = way
+    made: object = base
+    if traits_of(base).view is View.CAST and (source := first_tensor(base)) is not None:
+        made = (dtype_of(base), _held(source, sizes))
+    view = propagate(views[::-1], sources_of([base], sizes), sizes).maps.get(node)
+    if view is None:
+        return node
+    digits = sorted(view.digits, key=lambda digit: -digit.stride if isinstance(digit.stride, int) else 0)
+    return made, view.offset, tidy_dim(digits)
+
+
+def _rearranged(node: fx.Node) -> fx.Node | None:
+    """The one tensor that a view, or a piece of a split, is of."""
+    sources = [one for one in node.all_input_nodes if not is_number(one)]
+    is_view = traits_of(node).view not in (None, View.CAST)
+    return sources[0] if is_view and len(sources) == 1 else None
 
 
 def _cuts(whole: fx.Node, view: IndexMap, part: Part, sizes: Sizes) -> Iterator[Cut]:

@@ -200,6 +200,30 @@ def by_one_weight_in_two_layouts(b: GraphBuilder) -> list[Node]:
     return [b.mm(first, b.permute(w, [1, 0])), b.mm(last, b.call(aten.t.default, w))]
 
 
+def by_one_part_of_a_weight(taken: str) -> Callable[[GraphBuilder], list[Node]]:
+    """Taken for each chunk anew, as a head's half of the words, or converted for each."""
+
+    def part(b: GraphBuilder, w: Node, place: int) -> Node:
+        if taken == "rows":
+            return b.permute(b.call(aten.slice.Tensor, w, 0, 6, END if place else 12), [1, 0])
+        if taken == "transposed":
+            columns = b.permute(w, [1, 0])
+            return b.call(aten.slice.Tensor, columns, 1, 6, 12) if place else b.permute(rows(b, w, 6, 12), [1, 0])
+        if taken == "split":
+            return b.permute(b.call(getitem, b.call(aten.split.Tensor, w, 6), 1), [1, 0])
+        if taken == "all":
+            return b.permute(b.call(aten.slice.Tensor, b.call(aten.slice.Tensor, w, 0, 0, END), 1, 0, END), [1, 0])
+        return b.permute(b.call(torch.ops.prims.convert_element_type.default, w, torch.float32), [1, 0])
+
+    def build(b: GraphBuilder) -> list[Node]:
+        whole = b.gather(b.input("x", [4, 8]))
+        w = b.input("w", [12, 8], torch.bfloat16 if taken == "converted" else torch.float32)
+        ends = ((0, 5), (5, END))
+        return [b.mm(rows(b, whole, *each), part(b, w, place)) for place, each in enumerate(ends)]
+
+    return build
+
+
 def of_a_contraction(b: GraphBuilder) -> list[Node]:
     """Each element of a product needs all ranks' columns."""
     return streams(b, b.cat(b.chunks(b.gather(b.input("x", [16, 2]))), dim=1), (0, 5), (5, END))
@@ -225,6 +249,10 @@ STAYS: dict[str, tuple[Callable[[GraphBuilder], list[Node]], str]] = {
         "TAKEN_IN_PARTS",
     ),
     "one weight in two layouts": (by_one_weight_in_two_layouts, "TAKEN_IN_PARTS"),
+    **{
+        f"one weight, {taken}": (by_one_part_of_a_weight(taken), "TAKEN_IN_PARTS")
+        for taken in ("rows", "transposed", "split", "all", "converted")
+    },
     "rows that are left out": (
         lambda b: streams(b, b.gather(b.input("x", [4, 8])), (0, 5), (7, END)),
         "PIECES_MISSING",
@@ -257,6 +285,30 @@ def test_ranges_beside_a_matmul_of_all_rows() -> None:
     b = GraphBuilder()
     whole = b.gather(b.input("x", [4, 8]))
     check(b.returns(*streams(b, whole, (0, 5), (5, END)), b.mm(whole, b.input("all", [8, 3]))), 4, expected=["F"])
+
+
+@pytest.mark.parametrize("halves", ["rows", "columns", "pieces"])
+def test_parts_of_one_tensor_are_weights_of_their_own(halves: str) -> None:
+    b = GraphBuilder()
+    whole, w = b.gather(b.input("x", [4, 8])), b.input("w", [8, 12] if halves == "columns" else [16, 6])
+    if halves == "pieces":
+        pieces = b.call(aten.split.Tensor, w, 8)
+        parts = [b.call(getitem, pieces, index) for index in range(2)]
+    else:
+        dim, half = (1, 6) if halves == "columns" else (0, 8)
+        parts = [b.call(aten.slice.Tensor, w, dim, *ends) for ends in ((0, half), (half, END))]
+    outs = [b.mm(rows(b, whole, *ends), part) for part, ends in zip(parts, ((0, 5), (5, END)), strict=True)]
+    check(b.returns(*outs), 4, expected=["F"])
+
+
+def test_a_range_whose_matmul_is_refused_leaves_the_others() -> None:
+    """It takes its rows of what is returned."""
+    b = GraphBuilder()
+    whole = b.gather(b.input("x", [4, 8]))
+    text, image = rows(b, whole, 0, 4), rows(b, whole, 4, END)
+    of_each = b.call(aten.bmm.default, b.reshape(text, [2, 2, 8]), b.input("v", [2, 8, 6]))
+    graph = b.returns(of_each, b.mm(image, b.input("w", [8, 12])))
+    check(graph, 4, expected=["F"])
 
 
 def test_ranges_of_rows_of_all_ranks_in_turn() -> None:
