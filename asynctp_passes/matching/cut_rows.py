@@ -129,33 +129,7 @@ def _weights(operand: fx.Node, sizes: Sizes) -> Iterator[object]:
     for user in filter(is_matmul, operand.users):
         matmul = read_term(user)
         if not isinstance(matmul, Refusal):
-            yield _held(matmul.b, sizes)
-
-
-def _held(node: fx.Node, sizes: Sizes) -> object:
-    """The values that a tensor holds, in any order: equal for views of the same elements of one tensor, and for casts.
-
-    A tensor that is changed between two views counts as one all the same.
-    """
-    way = [node]
-    while (source := _rearranged(way[-1])) is not None:
-        way.append(source)
-    *views, base = way
-    made: object = base
-    if traits_of(base).view is View.CAST and (source := first_tensor(base)) is not None:
-        made = (dtype_of(base), _held(source, sizes))
-    view = propagate(views[::-1], sources_of([base], sizes), sizes).maps.get(node)
-    if view is None:
-        return node
-    digits = sorted(view.digits, key=lambda digit: -digit.stride if isinstance(digit.stride, int) else 0)
-    return made, view.offset, tidy_dim(digits)
-
-
-def _rearranged(node: fx.Node) -> fx.Node | None:
-    """The one tensor that a view, or a piece of a split, is of."""
-    sources = [one for one in node.all_input_nodes if not is_number(one)]
-    is_view = traits_of(node).view not in (None, View.CAST)
-    return sources[0] if is_view and len(sources) == 1 else None
+            yield held(matmul.b, sizes)
 
 
 def _cuts(whole: fx.Node, view: IndexMap, part: Part, sizes: Sizes) -> Iterator[Cut]:
@@ -238,3 +212,30 @@ def _are_all(parts: Sequence[Part], size: Size) -> bool:
         left.remove(part)
         end = part.end
     return not left and same(end, size)
+
+
+# --- the values of weights ------------------------------------------------------------------------------------------
+def held(node: fx.Node, sizes: Sizes) -> object:
+    """The values that a tensor holds, in any order: equal for views of the same elements of one tensor, and for casts.
+
+    A tensor that is changed between two views counts as one all the same.
+    """
+    way = [node]
+    while (source := _rearranged(way[-1])) is not None:
+        way.append(source)
+    *views, base = way
+    made: object = base
+    if traits_of(base).view is View.CAST and (source := first_tensor(base)) is not None:
+        made = (dtype_of(base), held(source, sizes))
+    view = propagate(views[::-1], sources_of([base], sizes), sizes).maps.get(node)
+    if view is None:
+        return node
+    digits = sorted(view.digits, key=lambda digit: -digit.stride if isinstance(digit.stride, int) else 0)
+    return made, view.offset, tidy_dim(digits)
+
+
+def _rearranged(node: fx.Node) -> fx.Node | None:
+    """The one tensor that a view, or a piece of a split, is of."""
+    sources = [one for one in node.all_input_nodes if not is_number(one)]
+    is_view = traits_of(node).view not in (None, View.CAST)
+    return sources[0] if is_view and len(sources) == 1 else None

@@ -26,6 +26,7 @@ from asynctp_passes.layout.placement import ScatterPlacement, incomplete, locate
 from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, propagate, sources_of, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate, ScatterChain, Term
+from asynctp_passes.matching.cut_rows import held
 from asynctp_passes.matching.match_context import MatchContext, in_blocks
 from asynctp_passes.matching.padding import Padding, find_padding, gathers_by_sum
 from asynctp_passes.ops.checks import WIDENED
@@ -94,7 +95,10 @@ def _scatter_chain(
     end = scatter.source if padding is None else padding.source
     index_map = propagation.maps.get(end)
     if index_map is None:
-        return _first_refusal(propagation, nodes, scatter)
+        refusal, weights = _first_refusal(propagation, nodes, scatter), {held(one.b, context.sizes) for one in matmuls}
+        if refusal.reason is reasons.TAKEN_IN_PARTS and len(weights) == len(matmuls):
+            return Refusal(reasons.PRODUCTS_JOINED, refusal.facts)
+        return refusal
     sum_dtype = dtype_of(scatter.input)
     if sum_dtype != out.dtype and not (sum_dtype == torch.float32 and out.dtype in WIDENED):
         return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {sum_dtype}")

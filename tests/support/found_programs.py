@@ -190,7 +190,7 @@ def foreach_norms_of_gradients(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
 
 
 # --- matmuls of different rows of one gather -------------------------------------------------------------------------
-@found("F ATP406", "Flux", x=[8, 16], text=[16, 24], image=[16, 24], text_out=[8, 16], image_out=[8, 16])
+@found("F ATP408", "Flux", x=[8, 16], text=[16, 24], image=[16, 24], text_out=[8, 16], image_out=[8, 16])
 def joint_attention_of_two_streams(
     x: Tensor, text: Tensor, image: Tensor, text_out: Tensor, image_out: Tensor
 ) -> Tensor:
@@ -213,14 +213,14 @@ def three_streams_in_a_batch(x: Tensor, text: Tensor, image: Tensor, sound: Tens
     return [part @ w for part, w in zip(whole.split([3, 11, 2], 1), (text, image, sound), strict=True)]
 
 
-@found("F ATP406", "own", trains=True, x=[8, 16], text=[24, 16], image=[24, 16], bias=[24])
+@found("F ATP408", "own", trains=True, x=[8, 16], text=[24, 16], image=[24, 16], bias=[24])
 def step_of_two_streams(x: Tensor, text: Tensor, image: Tensor, bias: Tensor) -> Tensor:
     whole = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
     q, k = F.linear(whole[:5], text, bias), F.linear(whole[5:], image, bias)
     return q.sin().sum() + k.square().mean()
 
 
-@found("F ATP406", "own", trains=True, x=[8, 16, BF16], text=[24, 16, BF16], image=[24, 16, BF16])
+@found("F ATP408", "own", trains=True, x=[8, 16, BF16], text=[24, 16, BF16], image=[24, 16, BF16])
 def step_of_two_split_streams(x: Tensor, text: Tensor, image: Tensor) -> Tensor:
     first, then = all_gather_tensor_autograd(x, 0, dist.group.WORLD).split([5, 11])
     return F.linear(first, text).float().sin().sum() + F.linear(then, image).float().square().mean()

@@ -339,11 +339,17 @@ def head_in_chunks(b: GraphBuilder) -> Node:
 
 
 @row("TAKEN_IN_PARTS", "joins pieces of different products: mm, mm_1")
+def chunks_joined_before_the_scatter(b: GraphBuilder) -> Node:
+    w = b.input("a_w", [8, 12])
+    return b.scatter(b.cat([b.mm(b.input(name, [16, 8]), w) for name in ("a", "c")]))
+
+
+@row("PRODUCTS_JOINED", "joins pieces of different products: mm, mm_1")
 def two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.cat([product(b), product(b, "c")]))
 
 
-@row("TAKEN_IN_PARTS", "joins pieces of different products: mm, mm_1")
+@row("PRODUCTS_JOINED", "joins pieces of different products: mm, mm_1")
 def products_of_two_streams_among_zeros(b: GraphBuilder) -> Node:
     """The gradient of slices: not a gather by a sum, though each is as large as a rank's part."""
     first, then = product(b), product(b, "c")
@@ -354,7 +360,7 @@ def products_of_two_streams_among_zeros(b: GraphBuilder) -> Node:
     return b.all_reduce(b.call(aten.add.Tensor, *parts))
 
 
-@row("TAKEN_IN_PARTS", "joins pieces of different products: mm_1, mm")
+@row("PRODUCTS_JOINED", "joins pieces of different products: mm_1, mm")
 def products_of_two_shapes_joined(b: GraphBuilder) -> Node:
     """As of experts that have different numbers of tokens."""
     other = b.mm(b.input("c", [4, 8]), b.input("v", [8, 12]))
