@@ -582,7 +582,7 @@ def _written(call: _Call) -> Result:
     """Rows of one product among others' rows, as in the sum that is the gradient of slices, are what `cat` joins."""
     result, written = tensor_of(call.node), call.propagation.terms.get(call.values["src"])
     of_rows = result is not None and call.values["dim"] % result.dim() < result.dim() - 1
-    sources = [node for node in call.propagation.maps if call.propagation.terms[node].counts.keys() == {node}]
+    sources = [node for node in call.propagation.maps if node in call.propagation.terms[node].counts]
     if of_rows and written is not None and not all(node in written.counts for node in sources):
         return _joined(reasons.TAKEN_IN_PARTS, sources)
     return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "one tensor is written into a part of another")

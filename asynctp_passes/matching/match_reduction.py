@@ -80,9 +80,6 @@ def _scatter_chain(
     if isinstance(matmuls, Refusal):
         return matmuls
     alike = _most_alike(context, matmuls)
-    odd = next((one for one in matmuls if one not in alike and added_matrix(one.node) is not None), None)
-    if odd is not None:  # its result has other terms of the sum in it
-        return Refusal(reasons.SUM_TERMS_DISAGREE, f"{alike[0].node.name} and {odd.node.name}")
     out = value_of(alike[0].node)
     *lines, columns = context.sizes.of(out)
     rows = product(lines)
@@ -94,11 +91,18 @@ def _scatter_chain(
     propagation = propagate(nodes, sources_of(sources, context.sizes), context.sizes, sums=True)
     end = scatter.source if padding is None else padding.source
     index_map = propagation.maps.get(end)
+    others = (one for one in matmuls if one not in alike and added_matrix(one.node) is not None)  # with other terms
+    odd = next(
+        (Refusal(reasons.SUM_TERMS_DISAGREE, f"{alike[0].node.name} and {one.node.name}") for one in others), None
+    )
     if index_map is None:
-        refusal, weights = _first_refusal(propagation, nodes, scatter), {held(one.b, context.sizes) for one in matmuls}
-        if refusal.reason is reasons.TAKEN_IN_PARTS and len(weights) == len(matmuls):
-            return Refusal(reasons.PRODUCTS_JOINED, refusal.facts)
-        return refusal
+        refusal = _first_refusal(propagation, nodes, scatter)
+        if refusal.reason is not reasons.TAKEN_IN_PARTS:
+            return odd or refusal
+        weights = {held(one.b, context.sizes) for one in matmuls}
+        return Refusal(reasons.PRODUCTS_JOINED, refusal.facts) if len(weights) == len(matmuls) else refusal
+    if odd is not None:
+        return odd
     sum_dtype = dtype_of(scatter.input)
     if sum_dtype != out.dtype and not (sum_dtype == torch.float32 and out.dtype in WIDENED):
         return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {sum_dtype}")

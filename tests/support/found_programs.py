@@ -213,11 +213,12 @@ def three_streams_in_a_batch(x: Tensor, text: Tensor, image: Tensor, sound: Tens
     return [part @ w for part, w in zip(whole.split([3, 11, 2], 1), (text, image, sound), strict=True)]
 
 
-@found("F ATP408", "own", trains=True, x=[8, 16], text=[24, 16], image=[24, 16], bias=[24])
-def step_of_two_streams(x: Tensor, text: Tensor, image: Tensor, bias: Tensor) -> Tensor:
+@found("F ATP408", "own", trains=True, x=[8, 16], text=[24, 16], image=[24, 16], keys=[8, 16], bias=[24])
+def step_of_two_streams(x: Tensor, text: Tensor, image: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
+    """One of them has two weights, whose gradients autograd adds."""
     whole = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
     q, k = F.linear(whole[:5], text, bias), F.linear(whole[5:], image, bias)
-    return q.sin().sum() + k.square().mean()
+    return q.sin().sum() + k.square().mean() + F.linear(whole[:5], keys).cos().sum()
 
 
 @found("F ATP408", "own", trains=True, x=[8, 16, BF16], text=[24, 16, BF16], image=[24, 16, BF16])

@@ -360,6 +360,18 @@ def products_of_two_streams_among_zeros(b: GraphBuilder) -> Node:
     return b.all_reduce(b.call(aten.add.Tensor, *parts))
 
 
+@row("PRODUCTS_JOINED", "joins pieces of different products: addmm, addmm_1")
+def sums_of_two_streams_among_zeros(b: GraphBuilder) -> Node:
+    """Each with a term of its own, which Inductor puts into its matmul."""
+    parts = []
+    for start, rows in ((0, 5), (5, 11)):
+        sizes = {"added": [rows, 12], "a": [rows, 8], "w": [8, 12]}
+        made = b.call(aten.addmm.default, *[b.input(f"{name}{start}", size) for name, size in sizes.items()])
+        zeros = b.call(aten.full.default, [16, 12], 0.0)
+        parts.append(b.call(aten.slice_scatter.default, zeros, made, 0, start, start + rows))
+    return b.scatter(b.call(aten.add.Tensor, *parts))
+
+
 @row("PRODUCTS_JOINED", "joins pieces of different products: mm_1, mm")
 def products_of_two_shapes_joined(b: GraphBuilder) -> Node:
     """As of experts that have different numbers of tokens."""
