@@ -5,9 +5,9 @@
 Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same ones are
 cut off its result. There are as few as paddings to a multiple of the ranks have (`_is_most`).
 
-Where ranges of rows together are all of them, the fused op multiplies each by its own weight:
+Where ranges of rows together are all of them, but for padding, the fused op multiplies each by its own weight:
 
-    shard → all_gather → wait → view* → {slice, split, select}+ → {copy, reshape}* → matmul, each by another weight
+    shard → all_gather → wait → view* → slice? → {slice, split, select}+ → {copy, reshape}* → matmul, by other weights
 
 Ranges that one weight multiplies are chunks, which save the memory of the whole result. They stay as they are, and so
 do more than `MOST_RANGES`, as of experts.
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from asynctp_passes.ir.matmuls import is_matmul, read_term
@@ -114,9 +115,9 @@ def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cu
                 yield from _cuts(whole, view, part, sizes)
 
 
-def find_ranges(propagation: Propagation, sizes: Sizes) -> Iterator[Cut]:
-    """Ranges of rows that are all of a followed tensor, where each has weights of its own."""
-    for whole, parts in all_parts(propagation, sizes):
+def find_ranges(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cut]:
+    """Ranges of rows that are all of a followed tensor, but for its padding, where each has weights of its own."""
+    for whole, parts in all_parts(propagation, ranks, sizes):
         found = [[*_cuts(whole, propagation.maps[whole], part, sizes)] for part in parts]
         weights = [{weight for cut in cuts for weight in _weights(cut.operand, sizes)} for cuts in found]
         apart = sum(map(len, weights)) == len(set().union(*weights))
@@ -159,19 +160,40 @@ def _keeps(node: fx.Node) -> bool:
 
 
 # --- parts that are all of a tensor --------------------------------------------------------------------------------
-def all_parts(propagation: Propagation, sizes: Sizes) -> Iterator[tuple[fx.Node, list[Part]]]:
-    """Followed tensors that hold all that is gathered, and are taken in parts which are all of them."""
+def all_parts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[tuple[fx.Node, list[Part]]]:
+    """Followed tensors that hold all that is gathered, and are taken in parts which are all of them, but for padding.
+
+    Of a tensor without its padding they may be parts, too.
+    """
+    source = next(iter(propagation.maps), None)
     for whole, view in propagation.maps.items():
         value = tensor_of(whole)
-        if value is None or incomplete(view, product(sizes.of(value))) is not None:
+        if value is None or not _has_all(value, value_of(source), sizes):
             continue
-        taken = (part for user in whole.users if not is_size(user) for part in _parts(user, whole, sizes))
-        parts = [part for part in taken if not all(map(is_size, part.steps[-1].users))]
-        if any(traits_of(user).view in (View.CAT, View.STACK) for part in parts for user in part.steps[-1].users):
-            continue  # a rearrangement
-        dims = {part.dim for part in parts}
-        if len(_apart(parts)) > 1 and len(dims) == 1 and _are_all(_apart(parts), sizes.of(value)[dims.pop()]):
-            yield whole, parts
+        if incomplete(view, product(sizes.of(value))) is not None:
+            continue
+        for taken in (whole, *(user for user in whole.users if cut_dimension(user, ranks, sizes) is not None)):
+            before = () if taken is whole else (taken,)
+            users = (user for user in taken.users if not is_size(user))
+            found = (part for user in users for part in _parts(user, taken, sizes))
+            parts = [replace(part, steps=(*before, *part.steps)) for part in found if _is_used(part.steps[-1])]
+            if any(traits_of(user).view in (View.CAT, View.STACK) for part in parts for user in part.steps[-1].users):
+                continue  # a rearrangement
+            dims = {part.dim for part in parts}
+            if len(_apart(parts)) < 2 or len(dims) > 1:
+                continue
+            if _are_all(_apart(parts), sizes.of(value)[dims.pop()], ranks):
+                yield whole, parts
+
+
+def _has_all(value: torch.Tensor, source: torch.Tensor, sizes: Sizes) -> bool:
+    """True for a tensor of as many bytes as its source."""
+    counts = (product(sizes.of(one)) * one.dtype.itemsize for one in (value, source))
+    return same(*counts)
+
+
+def _is_used(part: fx.Node) -> bool:
+    return not all(map(is_size, part.users))
 
 
 def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
@@ -205,13 +227,13 @@ def _apart(parts: Sequence[Part]) -> list[Part]:
     return [*{(canonical(part.start), part.end): part for part in parts}.values()]
 
 
-def _are_all(parts: Sequence[Part], size: Size) -> bool:
-    """True for parts that cover 0 to a size, each beginning where another one ends."""
+def _are_all(parts: Sequence[Part], size: Size, ranks: int) -> bool:
+    """True for parts that cover 0 to a size, or but for a few at its end, each beginning where another one ends."""
     left, end = list(parts), canonical(0)
     while (part := next((one for one in left if same(one.start, end)), None)) is not None:
         left.remove(part)
         end = part.end
-    return not left and same(end, size)
+    return not left and (same(end, size) or _is_most(end, size, ranks))
 
 
 # --- the values of weights ------------------------------------------------------------------------------------------

@@ -236,7 +236,9 @@ def step_of_two_streams_that_are_gathered_apart(x: Tensor, text: Tensor, image: 
 
 @found("F", "own", rows=(7, 12, 13), x=["tokens", 16], text=[16, 8], image=[16, 12])
 def streams_of_any_length(x: Tensor, text: Tensor, image: Tensor) -> list[Tensor]:
-    whole = gather(x)
+    """Padded to a multiple of the ranks."""
+    tokens = x.shape[0]
+    whole = gather(F.pad(x, (0, 0, 0, padding(x))).chunk(RANKS)[dist.get_rank()].contiguous())[:tokens]
     return [whole[:5] @ text, whole[5:] @ image]
 
 

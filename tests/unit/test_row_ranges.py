@@ -357,13 +357,15 @@ def check(graph: Graph, ranks: int, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_ranges_compute_the_same(seed: int) -> None:
-    """Random ranges: any number of ranks, any order, some with two weights, some with other users."""
+    """Random ranges: of any number of ranks, in any order, some of padded rows, with two weights or other users."""
     draw = random.Random(seed)
-    ranks, outer, inner = draw.choice((2, 4)), draw.choice((1, 1, 3)), draw.randint(1, 6)
+    ranks, outer, inner, padding = draw.choice((2, 4)), draw.choice((1, 1, 3)), draw.randint(2, 6), draw.randint(0, 1)
     b = GraphBuilder(ranks=ranks)
     shard = b.input("x", [outer, inner, 8] if outer > 1 else [inner, 8])
     whole = b.cat(b.chunks(b.gather(shard)), dim=1) if outer > 1 else b.gather(shard)
-    dim, size = whole.meta["val"].dim() - 2, inner * ranks
+    dim, size = whole.meta["val"].dim() - 2, inner * ranks - padding
+    if padding and draw.random() < 0.5:  # cut off at once, or by the last range
+        whole = rows(b, whole, 0, size, dim)
     cuts = sorted(draw.sample(range(1, size), min(size - 1, draw.randint(1, 3))))
     ends = list(zip([0, *cuts], [*cuts, size], strict=True))
     draw.shuffle(ends)
