@@ -54,6 +54,9 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
             if (part := next(parts, None)) is not None:
                 facts = f"{part.name} puts a part among zeros, so that the sum gathers the parts of all ranks"
                 chain = Refusal(reasons.VIEW_NOT_UNDERSTOOD, facts)
+        slices = scatter.kind == "reduce_scatter" and any(traits_of(node).view is View.WRITE for node in region)
+        if chain.reason is reasons.VIEW_NOT_UNDERSTOOD and slices and phase_of(context.graph) == "backward":
+            chain = Refusal(chain.reason, f"{chain.facts}: where the program takes a slice, gather that by itself")
         others = context.sorted(leaves.difference(matmul_nodes))
         if chain.reason is reasons.SUM_HAS_OTHER_TERM and others:
             chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {near_miss.callers(others)}")

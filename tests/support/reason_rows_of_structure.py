@@ -156,6 +156,12 @@ def gathered_into_a_larger_buffer(b: GraphBuilder) -> Node:
     return times(b, b.call(aten.slice_scatter.default, buffer, gathered(b), 0, 2, 18))
 
 
+@row("VIEW_NOT_UNDERSTOOD", "where the program takes a slice, gather that by itself")
+def gradient_of_a_slice_before_the_scatter(b: GraphBuilder) -> Node:
+    made, zeros = b.mm(b.input("tangents_1", [12, 8]), b.input("w", [8, 12])), b.call(aten.full.default, [16, 12], 0.0)
+    return b.scatter(b.call(aten.slice_scatter.default, zeros, made, 0, 4, 16))
+
+
 @row("VIEW_NOT_UNDERSTOOD", "written into a part of another")
 def product_written_into_zeros_before_the_scatter(b: GraphBuilder) -> Node:
     """The backward of picking one row."""
