@@ -220,9 +220,9 @@ def _passes_other(node: fx.Node, op: MatmulOp, a: torch.Tensor, out: torch.Tenso
             continue
         names = strides.get(role)
         if names is None and not symbolic_sizes.is_contiguous(tensor):
-            return f"takes a {role} that is not contiguous: tell register_matmul by strides= where its strides go"
+            return f"takes {role}, which is not contiguous: tell register_matmul by strides= where its strides go"
         if names is not None and len(names) != tensor.dim():
-            return f"takes a {role} of {tensor.dim()} dimensions, and strides= has {len(names)}"
+            return f"takes {role} with {tensor.dim()} dimensions, and strides= has {len(names)}: reshape it before"
         for axis, name in enumerate(names or ()):
             if not identical(tensor.shape[axis], 1):
                 wanted.append((name, tensor.stride(axis), f"stride {axis} of {role}"))

@@ -79,7 +79,8 @@ class MatmulOp:
     The op promises to compute `a[..., M, K] @ b[..., K, N] (+ bias[N])` in a fresh contiguous tensor, after
     multiplying `a` and `b` by their scales, if it has such: float32, one number each, or one a row of `a` and one a
     column of `b`. An op that writes its result into an argument (`out`) reads nothing of what was there. A Triton
-    kernel may add to that. It reads and writes by the sizes and strides that a call passes, and by no other number.
+    kernel may add to that. It reads and writes by the sizes and strides that a call passes, and by no other number; its
+    constants do not change what it computes.
 
     Attributes:
         a, b: The operands.

@@ -301,13 +301,14 @@ def test_a_registered_kernel_is_in_the_key_of_graphs(registered: list[Any]) -> N
 
 
 # --- what its calls pass -------------------------------------------------------------------------------------------
-def launched(a: Tensor, b: Tensor, **other: int) -> Tensor:
-    """`matmul`, but for some numbers of the call."""
+def launched(a: Tensor, b: Tensor, **other: Any) -> Tensor:
+    """`matmul`, but for some numbers of the call, or another view of `a`."""
     c = a.new_empty(a.shape[0], b.shape[1])
     numbers = dict(zip(SIZES, (a.shape[0], b.shape[1], a.shape[1]), strict=True))
     for names, tensor in zip(STRIDES.values(), (a, b, c), strict=True):
         numbers |= dict(zip(names, tensor.stride(), strict=True))
-    rows_times_weight[(1, 2)](a, b, c, None, **{**numbers, **other}, BLOCK=16, HAS_BIAS=False)
+    seen = other.pop("a", a)
+    rows_times_weight[(1, 2)](seen, b, c, None, **{**numbers, **other}, BLOCK=16, HAS_BIAS=False)
     return c
 
 
@@ -324,6 +325,10 @@ CALLS: dict[str, tuple[Callable[..., Tensor], str]] = {
         "passes 1 for stride_bk, and stride 0 of b is 32",
     ),
     "every other row": (lambda x, w: summed(launched(x, w, stride_am=0)), "passes 0 for stride_am, and stride 0 of a"),
+    "of three dimensions": (
+        lambda x, w: summed(launched(x, w, a=x.view(2, 8, 32))),
+        "takes a with 3 dimensions, and strides= has 2: reshape it before",
+    ),
     "half of it": (lambda x, w: summed(launched(x, w, K=16)), "passes 16 for K, and K is 32"),
 }
 
@@ -368,7 +373,7 @@ def test_a_kernel_that_takes_no_strides_has_contiguous_operands(registered: list
     inputs = torch.randn(16, 32), torch.randn(32, 32)
     assert reported(into, *inputs)[0].outcome == "FUSED"
     (remark,) = reported(lambda x, w: into(x, w.t()), *inputs)
-    assert "takes a b that is not contiguous: tell register_matmul by strides=" in remark.message
+    assert "takes b, which is not contiguous: tell register_matmul by strides=" in remark.message
     strides = {"b": (1, 32)}
     register_matmul(added_to, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES, strides=strides)
     assert reported(lambda x, w: into(x, w.t()), *inputs)[0].outcome == "FUSED"
