@@ -545,12 +545,11 @@ TAKEN_IN_PARTS = _skip(
     "ATP406",
     "TAKEN_IN_PARTS",
     "matmuls take a gathered tensor in chunks for one weight, in fp8 or int8, in more than four parts, or not by "
-    "ranges of rows. Or they make parts of a reduced one. A fused op would make all at once, or multiply all rows by "
+    "ranges of rows. Or they make a reduced one in chunks. A fused op would make all at once, or multiply all rows by "
     "each weight",
     "divide the shard, and gather each piece: a chunk then has rows of every rank, so divide labels alike. Or, where "
     "memory allows, multiply all rows and divide the result",
-    "nothing to do where chunks save memory. Where weights differ, reduce each part by itself. Otherwise join the "
-    "operands, and multiply them",
+    "nothing to do where chunks save memory. Otherwise join the operands, and multiply them",
 )
 
 BEHIND_PRODUCTS = _reason(
@@ -575,6 +574,14 @@ STEP_SKIPPED = _skip(
     "STEP_SKIPPED",
     "the options leave out the step that would fuse this collective, or run it beside matmuls",
     "take the step's name out of Config(skip=...), or out of ASYNCTP_SKIP",
+)
+
+PRODUCTS_JOINED = _skip(
+    "ATP408",
+    "PRODUCTS_JOINED",
+    "matmuls of different weights each make a part of the reduced tensor, as those of two streams do",
+    "reduce each part by itself: in a backward, by gathering each by itself",
+    no_matmul_takes_it=True,
 )
 
 # --- 9xx internal --------------------------------------------------------------------------------------

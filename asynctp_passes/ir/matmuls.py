@@ -7,7 +7,7 @@ tells nothing.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,12 @@ from asynctp_passes.ir.nodes import (
     short_name,
     tensor_of,
     traits_of,
+    value_of,
     values_of,
     writes,
 )
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.registry import ADDMM, MatmulOp, can_promise, matmul_op, multiplies, promise_of
+from asynctp_passes.ir.registry import ADDMM, MATMUL_ROLES, MatmulOp, can_promise, matmul_op, multiplies, promise_of
 from asynctp_passes.ir.scales import read_scales
 from asynctp_passes.ir.sizes import Size, are_one, as_size, differ, identical, product, same
 from asynctp_passes.reasons import Refusal
@@ -171,6 +172,8 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     a, right, out = tensor_of(values.get(op.a)), tensor_of(values.get(op.b)), tensor_of(result)
     if a is None or right is None or out is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
+    if triton_kernels.called_by(node) is not None and (other := _passes_other(node, op, a, out)):
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name} {other}")
     b, b_transposed = _one_matrix(values[op.b], op.b_transposed)
     if b is None or a.dim() < 2 or not same(rows_of(a), rows_of(out)) or not _fit(a, right, out, op.b_transposed):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}: {list(a.shape)} @ {list(right.shape)}")
@@ -198,6 +201,44 @@ def _computes_more(op: MatmulOp, values: Mapping[str, Any]) -> str:
     return ""
 
 
+def _passes_other(node: fx.Node, op: MatmulOp, a: torch.Tensor, out: torch.Tensor) -> str:
+    """Which number of a Triton kernel's call is not the size or stride that it was described as; empty if all are."""
+    given, strides = _numbers_of(node), dict(op.strides)
+    known = {*op.sizes, *(name for names in strides.values() for name in names)}
+    others = [
+        name for name in triton_kernels.arguments_of(triton_kernels.called_by(node)) if name in given.keys() - known
+    ]
+    if others:
+        return f"takes {', '.join(others)} too: tell register_matmul by sizes= and strides= what each number is"
+    if described := triton_kernels.described_by_sizes(node):
+        return f"takes {', '.join(described)} by descriptors with sizes of their own: use TensorDescriptor.from_tensor"
+    sizes = zip(op.sizes, (rows_of(out), out.shape[-1], a.shape[-1]), "MNK", strict=False)
+    wanted: list[tuple[str | int, Any, str]] = [*sizes]
+    for role in MATMUL_ROLES:
+        tensor = tensor_of(arguments(node).get(getattr(op, role)))
+        if tensor is None:
+            continue
+        names = strides.get(role)
+        if names is None and not symbolic_sizes.is_contiguous(tensor):
+            return f"takes {role}, which is not contiguous: tell register_matmul by strides= where its strides go"
+        if names is not None and len(names) != tensor.dim():
+            return f"takes {role} with {tensor.dim()} dimensions, and strides= has {len(names)}: reshape it before"
+        for axis, name in enumerate(names or ()):
+            if not identical(tensor.shape[axis], 1):
+                wanted.append((name, tensor.stride(axis), f"stride {axis} of {role}"))
+    for name, value, meaning in wanted:
+        number = given.get(name) if isinstance(name, str) else name
+        if not isinstance(number, int | torch.SymInt) or not same(as_size(number), as_size(value)):
+            return f"passes {number} for {name}, and {meaning} is {value}: pass sizes and strides as they are"
+    return ""
+
+
+def _numbers_of(node: fx.Node) -> dict[str, Any]:
+    """The numbers and flags that a call of a Triton kernel passes, by their names; of a node its value."""
+    values = {name: getattr(one, "meta", {}).get("val", one) for name, one in triton_kernels.values_of(node).items()}
+    return {name: one for name, one in values.items() if one is not None and not isinstance(one, torch.Tensor)}
+
+
 def _line_of_kernel(node: fx.Node) -> str:
     """The `register_matmul` line for an unregistered Triton kernel with a matmul's shapes; empty for other nodes."""
     kernel, shaped = triton_kernels.called_by(node), _shaped_as_operands(node)
@@ -209,9 +250,31 @@ def _line_of_kernel(node: fx.Node) -> str:
     if len(outs) > 1:
         return f", a Triton kernel with the shapes of one, which may write to {', '.join(outs)}"
     others = [name for name in names.values() if name not in (a, b, *outs)]
-    line = f'register_matmul({kernel.__name__}, a="{a}", b="{b}", out="{outs[0]}")'
+    line = f'register_matmul({kernel.__name__}, a="{a}", b="{b}", out="{outs[0]}"'
+    numbers = [name for name in triton_kernels.arguments_of(kernel) if name in _numbers_of(node)]
+    told = _told_numbers(node, {"a": a, "b": b, "out": outs[0]}, numbers)
+    line += told + ")"
+    line += f", and which sizes and strides {', '.join(numbers)} are" if numbers and not told else ""
     line += f", and what of a bias and scales {', '.join(others)} is" if others else ""
     return f", a Triton kernel with the shapes of one: if it computes a @ b, and nothing else, {line}"
+
+
+def _told_numbers(node: fx.Node, tensors: Mapping[str, str], numbers: Sequence[str]) -> str:
+    """The `sizes` and `strides` of a call that passes M, N and K, and then all strides or none; empty for another.
+
+    tensors: The names of `"a"`, `"b"` and `"out"`. numbers: Those of what the call passes besides.
+    """
+    values = {role: value_of(arguments(node)[name]) for role, name in tensors.items()}
+    columns, depth = (as_size(values[role].shape[-1]) for role in ("out", "a"))
+    wanted = [rows_of(values["out"]), columns, depth, *(as_size(one) for of in values.values() for one in of.stride())]
+    given = [_numbers_of(node)[name] for name in numbers]
+    if len(given) not in (3, len(wanted)) or not all(isinstance(one, int | torch.SymInt) for one in given):
+        return ""
+    if not all(map(same, map(as_size, given), wanted)):
+        return ""
+    left = iter(numbers[3:])
+    strides = {role: tuple(next(left) for _ in value.stride()) for role, value in values.items()} if numbers[3:] else {}
+    return f", sizes={tuple(numbers[:3])}{f', strides={strides}' if strides else ''}".replace("'", '"')
 
 
 def _result(node: fx.Node, op: MatmulOp) -> fx.Node | Refusal:

@@ -17,7 +17,7 @@ import fnmatch
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -79,8 +79,8 @@ class MatmulOp:
     The op promises to compute `a[..., M, K] @ b[..., K, N] (+ bias[N])` in a fresh contiguous tensor, after
     multiplying `a` and `b` by their scales, if it has such: float32, one number each, or one a row of `a` and one a
     column of `b`. An op that writes its result into an argument (`out`) reads nothing of what was there. A Triton
-    kernel may add to that. Each call of it passes the strides of these tensors as they are: one that passes them
-    swapped computes another product, and asynctp does not see that.
+    kernel may add to that. It reads and writes by the sizes and strides that a call passes, and by no other number; its
+    constants do not change what it computes.
 
     Attributes:
         a, b: The operands.
@@ -88,6 +88,9 @@ class MatmulOp:
         a_scale, b_scale: The scales of a quantized matmul.
         out: The argument that receives the result of an op that returns none.
         b_transposed: `b` is `[N, K]`.
+        sizes: The arguments of a Triton kernel that are M, N and K.
+        strides: Pairs of `"a"`, `"b"`, `"out"` or another tensor's role, and of the arguments that are the strides of
+            its dimensions; a number says that a stride is that. A tensor without a pair has to be contiguous.
     """
 
     a: str
@@ -97,6 +100,12 @@ class MatmulOp:
     b_scale: str | None = None
     out: str | None = None
     b_transposed: bool = False
+    sizes: tuple[str, ...] = ()
+    strides: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
+
+
+MATMUL_ROLES = ("a", "b", "bias", "a_scale", "b_scale", "out")
+"""The fields of a `MatmulOp` that name a tensor."""
 
 
 # --- torch's own --------------------------------------------------------------------------------------------
@@ -312,6 +321,8 @@ def register_matmul(
     b_scale: str | None = None,
     out: str | None = None,
     b_transposed: bool = False,
+    sizes: Sequence[str] = (),
+    strides: Mapping[str, Sequence[str | int]] | None = None,
 ) -> MatmulOp:
     """Let the pass understand a custom matmul, in this process and from now on; `MatmulOp` says what that promises.
 
@@ -326,6 +337,10 @@ def register_matmul(
         out: Name of the argument that the op writes its result to, when it returns none. Such an op is understood as
             functionalization leaves it in a compiled graph: inside of `auto_functionalized`.
         b_transposed: `b` is `[N, K]`, as in a linear layer.
+        sizes: Names of the arguments of a Triton kernel that are M, N and K. A call that passes another number is
+            missed, and so is one that passes a number of which nothing is told.
+        strides: Names of the arguments that are strides, by the tensor's role: `{"a": ("stride_am", "stride_ak")}`. A
+            number in the place of a name is the stride itself. A tensor that is not here has to be contiguous.
 
     Returns:
         The descriptor. Registering an op again replaces it.
@@ -334,12 +349,14 @@ def register_matmul(
         RegistryError: The op has no such argument, or one of another type, or is torch's own.
     """
     found = _Schema(op) if triton_kernels.compiled(op) is None else _KernelSchema(op, out)
-    descriptor = MatmulOp(a, b, bias, a_scale, b_scale, out, b_transposed)
+    told = tuple((role, tuple(names)) for role, names in dict(strides or ()).items())
+    descriptor = MatmulOp(a, b, bias, a_scale, b_scale, out, b_transposed, tuple(sizes), told)
     found.require((a_scale is None) == (b_scale is None), "a_scale and b_scale must both be given, or none of them")
-    for role in ("a", "b", "bias", "a_scale", "b_scale", "out"):
+    for role in MATMUL_ROLES:
         name = getattr(descriptor, role)
         if name is not None:
             found.argument(role, name, ("Tensor", "Optional[Tensor]"))
+    found.numbers(descriptor)
     if out is None:
         found.require(not found.writes(), f"it writes to {found.writes()}; name the argument of the result with out=")
         found.require(found.returns() == ["Tensor"], f"it returns {found.returns()}, and not one tensor")
@@ -470,6 +487,11 @@ class _Schema:
         self.require(name in found, f"{role}={name!r} is no argument; it has {', '.join(found)}")
         self.require(found[name] in types, f"{role}={name!r} is of type {found[name]}, and not {' or '.join(types)}")
 
+    def numbers(self, matmul: MatmulOp) -> None:
+        """Require that no sizes or strides are described: an op knows those of its tensors."""
+        told = matmul.sizes or matmul.strides
+        self.require(not told, "sizes and strides are for a Triton kernel; an op knows those of its tensors")
+
     def writes(self) -> list[str]:
         """The arguments that the op writes to."""
         return [arg.name for arg in self._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
@@ -491,6 +513,7 @@ class _KernelSchema(_Schema):
         found = triton_kernels.compiled(kernel)
         self.name, self._out = triton_kernels.key_of(found), out
         self._told, self._arguments = _overload(triton_kernels.name_of(found)), triton_kernels.arguments_of(found)
+        self._all_arguments = triton_kernels.arguments_of(found, constants=True)
         self.require(out is not None, "a Triton kernel returns nothing; name the argument of the result with out=")
 
     def require(self, condition: bool, problem: str) -> None:
@@ -500,6 +523,15 @@ class _KernelSchema(_Schema):
     def argument(self, role: str, name: str, types: tuple[str, ...]) -> None:
         known = name in self._arguments
         self.require(known, f"{role}={name!r} is none of its arguments: {', '.join(self._arguments)}")
+
+    def numbers(self, matmul: MatmulOp) -> None:
+        given = [role for role in MATMUL_ROLES if getattr(matmul, role) is not None]
+        other = [role for role, _ in matmul.strides if role not in given]
+        self.require(not other, f"strides has {other}, which are not among its tensors: {', '.join(given)}")
+        self.require(len(matmul.sizes) in (0, 3), f"sizes={matmul.sizes} are not the names of M, N and K")
+        names = [*matmul.sizes, *(name for _, names in matmul.strides for name in names if isinstance(name, str))]
+        unknown = [name for name in names if name not in self._all_arguments]
+        self.require(not unknown, f"{unknown} are none of its arguments: {', '.join(self._all_arguments)}")
 
     def writes(self) -> list[str]:
         return [self._out] if self._out is not None else []

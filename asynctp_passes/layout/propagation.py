@@ -472,8 +472,7 @@ def _cat(call: _Call) -> Result:
             facts = f"joins pieces of one product, with factors or terms of their own: {', '.join(names)}"
             return Refusal(reasons.COMPUTED_BETWEEN, facts)
         rows = call.values["dim"] % len(maps[0].dims) < len(maps[0].dims) - 1  # type: ignore[union-attr]
-        reason = reasons.TAKEN_IN_PARTS if rows else reasons.VIEW_NOT_UNDERSTOOD
-        return Refusal(reason, f"joins pieces of different products: {', '.join(names)}")
+        return _joined(reasons.TAKEN_IN_PARTS if rows else reasons.VIEW_NOT_UNDERSTOOD, tensors)
     dtypes = {value.dtype for value in map(tensor_of, tensors) if value is not None}
     if len(dtypes) > 1:
         return Refusal(reasons.COMPUTED_BETWEEN, f"joins pieces of {', '.join(sorted(map(str, dtypes)))}")
@@ -580,7 +579,17 @@ def _scale(call: _Call) -> Result:
 
 
 def _written(call: _Call) -> Result:
+    """Rows of one product among others' rows, as in the sum that is the gradient of slices, are what `cat` joins."""
+    result, written = tensor_of(call.node), call.propagation.terms.get(call.values["src"])
+    of_rows = result is not None and call.values["dim"] % result.dim() < result.dim() - 1
+    sources = [node for node in call.propagation.maps if node in call.propagation.terms[node].counts]
+    if of_rows and written is not None and not all(node in written.counts for node in sources):
+        return _joined(reasons.TAKEN_IN_PARTS, sources)
     return Refusal(reasons.VIEW_NOT_UNDERSTOOD, "one tensor is written into a part of another")
+
+
+def _joined(reason: reasons.Reason, products: Iterable[fx.Node]) -> Refusal:
+    return Refusal(reason, f"joins pieces of different products: {', '.join(node.name for node in products)}")
 
 
 def _overwritten(call: _Call) -> Result:

@@ -5,9 +5,9 @@
 Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same ones are
 cut off its result. There are as few as paddings to a multiple of the ranks have (`_is_most`).
 
-Where ranges of rows together are all of them, the fused op multiplies each by its own weight:
+Where ranges of rows together are all of them, but for padding, the fused op multiplies each by its own weight:
 
-    shard → all_gather → wait → view* → {slice, split}+ → {copy, reshape}* → matmul, by another weight for each range
+    shard → all_gather → wait → view* → slice? → {slice, split, select}+ → {copy, reshape}* → matmul, by other weights
 
 Ranges that one weight multiplies are chunks, which save the memory of the whole result. They stay as they are, and so
 do more than `MOST_RANGES`, as of experts.
@@ -22,12 +22,22 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.matmuls import is_matmul, read_term
-from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import (
+    arguments,
+    dtype_of,
+    first_tensor,
+    is_number,
+    is_size,
+    op_name,
+    tensor_of,
+    traits_of,
+    value_of,
+)
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Size, Sizes, canonical, is_within, product, rounded_up, same
-from asynctp_passes.layout.index_map import IndexMap
+from asynctp_passes.layout.index_map import IndexMap, tidy_dim
 from asynctp_passes.layout.placement import incomplete
-from asynctp_passes.layout.propagation import Propagation
+from asynctp_passes.layout.propagation import Propagation, propagate, sources_of
 from asynctp_passes.reasons import Refusal
 
 MOST_RANGES = 4
@@ -105,30 +115,22 @@ def find_cuts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cu
                 yield from _cuts(whole, view, part, sizes)
 
 
-def find_ranges(propagation: Propagation, sizes: Sizes) -> Iterator[Cut]:
-    """Ranges of rows that are all of a followed tensor, where each has weights of its own."""
-    for whole, parts in all_parts(propagation, sizes):
+def find_ranges(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[Cut]:
+    """Ranges of rows that are all of a followed tensor, but for its padding, where each has weights of its own."""
+    for whole, parts in all_parts(propagation, ranks, sizes):
         found = [[*_cuts(whole, propagation.maps[whole], part, sizes)] for part in parts]
         weights = [{weight for cut in cuts for weight in _weights(cut.operand, sizes)} for cuts in found]
         apart = sum(map(len, weights)) == len(set().union(*weights))
-        if apart and len(_apart(parts)) <= MOST_RANGES and not any(None in each for each in weights):
+        if apart and len(_apart(parts)) <= MOST_RANGES:
             yield from (replace(cut, is_range=True) for cuts in found for cut in cuts)
 
 
-def _weights(operand: fx.Node, sizes: Sizes) -> Iterator[fx.Node | None]:
-    """The tensors that the right operands of an operand's matmuls hold; None for a matmul that takes no range."""
+def _weights(operand: fx.Node, sizes: Sizes) -> Iterator[object]:
+    """The values that the right operands of an operand's matmuls hold."""
     for user in filter(is_matmul, operand.users):
         matmul = read_term(user)
-        if isinstance(matmul, Refusal) or matmul.scaled is not None or value_of(operand).dtype == torch.int8:
-            yield None
-            continue
-        weight = matmul.b
-        while traits_of(weight).view is not None:
-            before, after = tensor_of(weight.args[0]), tensor_of(weight)
-            if before is None or after is None or not same(product(sizes.of(before)), product(sizes.of(after))):
-                break
-            weight = weight.args[0]  # type: ignore[assignment]  # a node
-        yield weight
+        if not isinstance(matmul, Refusal):
+            yield held(matmul.b, sizes)
 
 
 def _cuts(whole: fx.Node, view: IndexMap, part: Part, sizes: Sizes) -> Iterator[Cut]:
@@ -158,19 +160,40 @@ def _keeps(node: fx.Node) -> bool:
 
 
 # --- parts that are all of a tensor --------------------------------------------------------------------------------
-def all_parts(propagation: Propagation, sizes: Sizes) -> Iterator[tuple[fx.Node, list[Part]]]:
-    """Followed tensors that hold all that is gathered, and are taken in parts which are all of them."""
+def all_parts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[tuple[fx.Node, list[Part]]]:
+    """Followed tensors that hold all that is gathered, and are taken in parts which are all of them, but for padding.
+
+    Of a tensor without its padding they may be parts, too.
+    """
+    source = next(iter(propagation.maps), None)
     for whole, view in propagation.maps.items():
         value = tensor_of(whole)
-        if value is None or incomplete(view, product(sizes.of(value))) is not None:
+        if value is None or not _has_all(value, value_of(source), sizes):
             continue
-        taken = (part for user in whole.users if not is_size(user) for part in _parts(user, whole, sizes))
-        parts = [part for part in taken if not all(map(is_size, part.steps[-1].users))]
-        if any(traits_of(user).view in (View.CAT, View.STACK) for part in parts for user in part.steps[-1].users):
-            continue  # a rearrangement
-        dims = {part.dim for part in parts}
-        if len(_apart(parts)) > 1 and len(dims) == 1 and _are_all(_apart(parts), sizes.of(value)[dims.pop()]):
-            yield whole, parts
+        if incomplete(view, product(sizes.of(value))) is not None:
+            continue
+        for taken in (whole, *(user for user in whole.users if cut_dimension(user, ranks, sizes) is not None)):
+            before = () if taken is whole else (taken,)
+            users = (user for user in taken.users if not is_size(user))
+            found = (part for user in users for part in _parts(user, taken, sizes))
+            parts = [replace(part, steps=(*before, *part.steps)) for part in found if _is_used(part.steps[-1])]
+            if any(traits_of(user).view in (View.CAT, View.STACK) for part in parts for user in part.steps[-1].users):
+                continue  # a rearrangement
+            dims = {part.dim for part in parts}
+            if len(_apart(parts)) < 2 or len(dims) > 1:
+                continue
+            if _are_all(_apart(parts), sizes.of(value)[dims.pop()], ranks):
+                yield whole, parts
+
+
+def _has_all(value: torch.Tensor, source: torch.Tensor, sizes: Sizes) -> bool:
+    """True for a tensor of as many bytes as its source."""
+    counts = (product(sizes.of(one)) * one.dtype.itemsize for one in (value, source))
+    return same(*counts)
+
+
+def _is_used(part: fx.Node) -> bool:
+    return not all(map(is_size, part.users))
 
 
 def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
@@ -185,11 +208,15 @@ def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
         if isinstance(start, int) and start < 0:
             start = canonical(before[dim] + start)
         yield Part((user,), dim, start, canonical(start + sizes.of(value_of(user))[dim]))
-    elif traits.view is View.SPLIT:
+    elif traits.view is View.SELECT and isinstance(index := arguments(user)["index"], int):
+        dim = arguments(user)["dim"] % len(before)
+        start = canonical(index if index >= 0 else before[dim] + index)
+        yield Part((user,), dim, start, canonical(start + 1))
+    elif traits.view in (View.SPLIT, View.UNBIND):
         dim, start = arguments(user)["dim"] % len(before), canonical(0)
         taken = {item.args[1]: item for item in user.users if op_name(item) == "getitem"}
         for index, piece in enumerate(user.meta["val"]):
-            end = canonical(start + sizes.of(piece)[dim])
+            end = canonical(start + (1 if traits.view is View.UNBIND else sizes.of(piece)[dim]))
             if index in taken:
                 yield Part((user, taken[index]), dim, start, end)
             start = end
@@ -200,10 +227,37 @@ def _apart(parts: Sequence[Part]) -> list[Part]:
     return [*{(canonical(part.start), part.end): part for part in parts}.values()]
 
 
-def _are_all(parts: Sequence[Part], size: Size) -> bool:
-    """True for parts that cover 0 to a size, each beginning where another one ends."""
+def _are_all(parts: Sequence[Part], size: Size, ranks: int) -> bool:
+    """True for parts that cover 0 to a size, or but for a few at its end, each beginning where another one ends."""
     left, end = list(parts), canonical(0)
     while (part := next((one for one in left if same(one.start, end)), None)) is not None:
         left.remove(part)
         end = part.end
-    return not left and same(end, size)
+    return not left and (same(end, size) or _is_most(end, size, ranks))
+
+
+# --- the values of weights ------------------------------------------------------------------------------------------
+def held(node: fx.Node, sizes: Sizes) -> object:
+    """The values that a tensor holds, in any order: equal for views of the same elements of one tensor, and for casts.
+
+    A tensor that is changed between two views counts as one all the same.
+    """
+    way = [node]
+    while (source := _rearranged(way[-1])) is not None:
+        way.append(source)
+    *views, base = way
+    made: object = base
+    if traits_of(base).view is View.CAST and (source := first_tensor(base)) is not None:
+        made = (dtype_of(base), held(source, sizes))
+    view = propagate(views[::-1], sources_of([base], sizes), sizes).maps.get(node)
+    if view is None:
+        return node
+    digits = sorted(view.digits, key=lambda digit: -digit.stride if isinstance(digit.stride, int) else 0)
+    return made, view.offset, tidy_dim(digits)
+
+
+def _rearranged(node: fx.Node) -> fx.Node | None:
+    """The one tensor that a view, or a piece of a split, is of."""
+    sources = [one for one in node.all_input_nodes if not is_number(one)]
+    is_view = traits_of(node).view not in (None, View.CAST)
+    return sources[0] if is_view and len(sources) == 1 else None

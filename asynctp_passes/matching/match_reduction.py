@@ -26,6 +26,7 @@ from asynctp_passes.layout.placement import ScatterPlacement, incomplete, locate
 from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, propagate, sources_of, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate, ScatterChain, Term
+from asynctp_passes.matching.cut_rows import held
 from asynctp_passes.matching.match_context import MatchContext, in_blocks
 from asynctp_passes.matching.padding import Padding, find_padding, gathers_by_sum
 from asynctp_passes.ops.checks import WIDENED
@@ -53,6 +54,9 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
             if (part := next(parts, None)) is not None:
                 facts = f"{part.name} puts a part among zeros, so that the sum gathers the parts of all ranks"
                 chain = Refusal(reasons.VIEW_NOT_UNDERSTOOD, facts)
+        slices = scatter.kind == "reduce_scatter" and any(traits_of(node).view is View.WRITE for node in region)
+        if chain.reason is reasons.VIEW_NOT_UNDERSTOOD and slices and phase_of(context.graph) == "backward":
+            chain = Refusal(chain.reason, f"{chain.facts}: where the program takes a slice, gather that by itself")
         others = context.sorted(leaves.difference(matmul_nodes))
         if chain.reason is reasons.SUM_HAS_OTHER_TERM and others:
             chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {near_miss.callers(others)}")
@@ -79,9 +83,6 @@ def _scatter_chain(
     if isinstance(matmuls, Refusal):
         return matmuls
     alike = _most_alike(context, matmuls)
-    odd = next((one for one in matmuls if one not in alike and added_matrix(one.node) is not None), None)
-    if odd is not None:  # its result has other terms of the sum in it
-        return Refusal(reasons.SUM_TERMS_DISAGREE, f"{alike[0].node.name} and {odd.node.name}")
     out = value_of(alike[0].node)
     *lines, columns = context.sizes.of(out)
     rows = product(lines)
@@ -93,8 +94,18 @@ def _scatter_chain(
     propagation = propagate(nodes, sources_of(sources, context.sizes), context.sizes, sums=True)
     end = scatter.source if padding is None else padding.source
     index_map = propagation.maps.get(end)
+    others = (one for one in matmuls if one not in alike and added_matrix(one.node) is not None)  # with other terms
+    odd = next(
+        (Refusal(reasons.SUM_TERMS_DISAGREE, f"{alike[0].node.name} and {one.node.name}") for one in others), None
+    )
     if index_map is None:
-        return _first_refusal(propagation, nodes, scatter)
+        refusal = _first_refusal(propagation, nodes, scatter)
+        if refusal.reason is not reasons.TAKEN_IN_PARTS:
+            return odd or refusal
+        weights = {held(one.b, context.sizes) for one in matmuls}
+        return Refusal(reasons.PRODUCTS_JOINED, refusal.facts) if len(weights) == len(matmuls) else refusal
+    if odd is not None:
+        return odd
     sum_dtype = dtype_of(scatter.input)
     if sum_dtype != out.dtype and not (sum_dtype == torch.float32 and out.dtype in WIDENED):
         return Refusal(reasons.COMPUTED_BETWEEN, f"{out.dtype} summed as {sum_dtype}")

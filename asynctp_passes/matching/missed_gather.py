@@ -196,11 +196,12 @@ def _in_all_parts(region: ShardRegion, computed: Sequence[Propagation]) -> Refus
     Ranges of what is computed would be fused if that were gathered.
     """
     own, sizes = region.context.propagation_of(region.gather), region.context.sizes
+    ranks = region.gather.group_size
     for propagation in (own, *computed):
-        for whole, parts in all_parts(propagation, sizes):
+        for whole, parts in all_parts(propagation, ranks, sizes):
             shown = [f"{part.steps[-1].name} [{part.start}, {part.end})" for part in parts]
             more = f" and {len(shown) - 3} more" if shown[3:] else ""
-            before = propagation is not own and any(True for _ in find_ranges(propagation, sizes))
+            before = propagation is not own and any(True for _ in find_ranges(propagation, ranks, sizes))
             reason = reasons.COMPUTED_BETWEEN if before else reasons.TAKEN_IN_PARTS
             return Refusal(reason, f"of {whole.name}: {', '.join(shown[:3])}{more}")
     return None

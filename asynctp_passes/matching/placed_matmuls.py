@@ -71,6 +71,9 @@ def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
     """A matmul with the place of the ranks in its left operand and in the scale of that, if that is of the region."""
     a_scale = None if matmul.scaled is None else matmul.scaled.a_scale
     scale_is_gathered = a_scale in region.home and a_scale not in region.cut_steps
+    quantized = matmul.scaled is not None or value_of(matmul.a).dtype == torch.int8
+    if quantized and region.is_range(matmul.a):
+        return Refusal(reasons.TAKEN_IN_PARTS, f"{region.cuts[matmul.a].steps[-1].name} takes rows of fp8 or int8")
     if matmul.a in region.cuts and not _has_one_scale(region, a_scale):
         return Refusal(reasons.UNEVEN_SHARDS, f"{region.cuts[matmul.a].steps[0].name} cuts rows that have scales")
     for operand in matmul.operands:
@@ -87,7 +90,6 @@ def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
         return Refusal(reasons.ROWS_CONTRACTED if inside else placement.reason, placement.facts)
     if region.is_range(matmul.a) and not placement.is_in_order:
         return Refusal(reasons.TAKEN_IN_PARTS, f"{region.cuts[matmul.a].steps[-1].name} takes rows in another order")
-    quantized = matmul.scaled is not None or value_of(matmul.a).dtype == torch.int8
     if not quantized and (number := _first_number(region, matmul.a)) is not None:
         return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{op_name(number)} {number.name} takes a number")
     if a_scale is None or matmul.scaled is None or not scale_is_gathered:

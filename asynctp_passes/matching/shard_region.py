@@ -119,7 +119,7 @@ class ShardRegion:
         block = product(context.sizes.of(value_of(gather.input)))
         self._add(_Root(gather.node, 1, block, context.propagation_of(gather), gather.node))
         propagation, sizes = context.propagation_of(gather), context.sizes
-        found = [*find_cuts(propagation, gather.group_size, sizes), *find_ranges(propagation, sizes)]
+        found = [*find_cuts(propagation, gather.group_size, sizes), *find_ranges(propagation, gather.group_size, sizes)]
         self.cuts = {cut.operand: cut for cut in found if any(map(is_matmul, cut.operand.users))}
         self.cut_steps = {step for cut in self.cuts.values() for step in cut.steps}
         self.home.update(dict.fromkeys(self.cut_steps, gather.node))

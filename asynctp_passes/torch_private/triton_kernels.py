@@ -29,6 +29,20 @@ def tensors_of(node: fx.Node) -> dict[str, Any]:
     return dict(values)
 
 
+def values_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call, by their names: those in the graph, and the numbers and flags that are constants."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    constants = kernel_side_table.constant_args.get(node.kwargs["constant_args_idx"], {})  # type: ignore[arg-type]
+    return {**constants, **tensors_of(node)}
+
+
+def described_by_sizes(node: fx.Node) -> list[str]:
+    """The tensors that a call passes by a TMA descriptor with sizes of its own, not by one of the tensor's sizes."""
+    given: Any = node.kwargs.get("tma_descriptor_metadata") or {}
+    return [name for name, (kind, _) in given.items() if kind != "stable"]
+
+
 def compiled(kernel: Any) -> Any:
     """The function that Triton compiles of a kernel, without tuning and heuristics around it; None for what is none."""
     jit = sys.modules.get("triton.runtime.jit")
@@ -47,6 +61,6 @@ def key_of(kernel: Any) -> str:
     return f"{name_of(kernel)}.{kernel.cache_key}"
 
 
-def arguments_of(kernel: Any) -> Sequence[str]:
-    """The names of a kernel's arguments, without its constants."""
-    return [one.name for one in kernel.params if not one.is_constexpr]
+def arguments_of(kernel: Any, constants: bool = False) -> Sequence[str]:
+    """The names of a kernel's arguments, without its constants unless these are asked for."""
+    return [one.name for one in kernel.params if constants or not one.is_constexpr]

@@ -85,17 +85,22 @@ def kernels_in(graph: fx.Graph) -> int:
     return sum("triton" in str(node.target) for node in graph.nodes)
 
 
-def reported(program: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[Remark, ...]:
-    return run_pass(graph_of(program, *inputs).graph, **options).remarks
+def reported(program: Callable[..., Any], *inputs: Tensor, dynamic: bool = False, **options: Any) -> tuple[Remark, ...]:
+    return run_pass(graph_of(program, *inputs, dynamic=dynamic).graph, **options).remarks
 
 
-def register(registered: list[Any]) -> None:
-    register_matmul(rows_times_weight, a="a_ptr", b="b_ptr", bias="bias_ptr", out="c_ptr")
+SIZES = ("M", "N", "K")
+STRIDES = {"a": ("stride_am", "stride_ak"), "b": ("stride_bk", "stride_bn"), "out": ("stride_cm", "stride_cn")}
+
+
+def register(registered: list[Any], kernel: Any = rows_times_weight) -> None:
+    register_matmul(kernel, a="a_ptr", b="b_ptr", bias="bias_ptr", out="c_ptr", sizes=SIZES, strides=STRIDES)
     registered.append(rows_times_weight)
 
 
 # --- in the place of a matmul --------------------------------------------------------------------------------------
-LINE = 'register_matmul(rows_times_weight, a="a_ptr", b="b_ptr", out="c_ptr")'
+NUMBERS = ', sizes=("M", "N", "K"), strides=' + f"{STRIDES}".replace("'", '"')
+LINE = f'register_matmul(rows_times_weight, a="a_ptr", b="b_ptr", out="c_ptr"{NUMBERS})'
 OF_BIAS = ", and what of a bias and scales bias_ptr is"
 
 
@@ -165,8 +170,7 @@ def test_a_tuned_kernel_is_the_kernel_itself(registered: list[Any]) -> None:
         launch(kernel, x, w, c, BLOCK=16)
         return summed(c)
 
-    register_matmul(kernel, a="a_ptr", b="b_ptr", out="c_ptr")
-    registered.append(rows_times_weight)
+    register(registered, kernel)
     assert outcomes(run_pass(graph_of(program, torch.randn(16, 32), torch.randn(32, 48)).graph)) == ["F"]
 
 
@@ -180,7 +184,7 @@ def test_another_kernel_of_the_name_is_not_the_registered_one(registered: list[A
 
 
 def test_what_a_registered_kernel_writes_besides_keeps_it(registered: list[Any]) -> None:
-    register_matmul(rows_times_weight_and_sums, a="a_ptr", b="b_ptr", out="c_ptr")
+    register_matmul(rows_times_weight_and_sums, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES)
     registered.append(rows_times_weight_and_sums)
     inputs = torch.randn(16, 32), torch.randn(32, 48)
 
@@ -227,7 +231,7 @@ ADDED_TO: dict[str, tuple[Callable[..., Tensor], str]] = {
 
 @pytest.mark.parametrize("case", ADDED_TO)
 def test_a_kernel_that_may_add_to_something_is_no_matmul(case: str, registered: list[Any]) -> None:
-    register_matmul(added_to, a="a_ptr", b="b_ptr", out="c_ptr")
+    register_matmul(added_to, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES)
     registered.append(added_to)
     program, code = ADDED_TO[case]
     report = run_pass(graph_of(program, torch.randn(16, 32), torch.randn(32, 48), torch.randn(16, 48)).graph)
@@ -265,6 +269,9 @@ def test_a_result_that_is_used_elsewhere_stays(registered: list[Any]) -> None:
     assert remark.name == "PRODUCT_HAS_OTHER_USERS"
 
 
+TENSORS = {"a": "a_ptr", "b": "b_ptr", "out": "c_ptr"}
+
+
 @pytest.mark.parametrize(
     ("roles", "problem"),
     [
@@ -272,11 +279,15 @@ def test_a_result_that_is_used_elsewhere_stays(registered: list[Any]) -> None:
         ({"a": "x", "b": "b_ptr", "out": "c_ptr"}, "a='x' is none of its arguments: a_ptr, b_ptr, c_ptr, bias_ptr, M"),
         ({"a": "BLOCK", "b": "b_ptr", "out": "c_ptr"}, "a='BLOCK' is none of its arguments"),
         ({"a": "a_ptr", "b": "b_ptr", "out": "c_ptr", "a_scale": "M"}, "a_scale and b_scale must both be given"),
+        ({**TENSORS, "sizes": ("M", "N")}, "sizes=('M', 'N') are not the names of M, N and K"),
+        ({**TENSORS, "sizes": ("M", "N", "L")}, "['L'] are none of its arguments: a_ptr, b_ptr, c_ptr, bias_ptr, M, N"),
+        ({**TENSORS, "strides": {"a": ("row", 1)}}, "['row'] are none of its arguments"),
+        ({**TENSORS, "strides": {"bias": (1,)}}, "strides has ['bias'], which are not among its tensors: a, b, out"),
     ],
 )
-def test_a_bad_description_of_a_kernel_is_refused(roles: dict[str, str], problem: str) -> None:
+def test_a_bad_description_of_a_kernel_is_refused(roles: dict[str, Any], problem: str) -> None:
     with pytest.raises(RegistryError, match=re.escape(f"triton::rows_times_weight cannot be registered: {problem}")):
-        register_matmul(rows_times_weight, **roles)  # type: ignore[arg-type]
+        register_matmul(rows_times_weight, **roles)
 
 
 def test_a_registered_kernel_is_in_the_key_of_graphs(registered: list[Any]) -> None:
@@ -287,6 +298,86 @@ def test_a_registered_kernel_is_in_the_key_of_graphs(registered: list[Any]) -> N
     assert digest() == before
     with pytest.raises(RegistryError, match="it is not registered"):
         unregister(rows_times_weight)
+
+
+# --- what its calls pass -------------------------------------------------------------------------------------------
+def launched(a: Tensor, b: Tensor, **other: Any) -> Tensor:
+    """`matmul`, but for some numbers of the call, or another view of `a`."""
+    c = a.new_empty(a.shape[0], b.shape[1])
+    numbers = dict(zip(SIZES, (a.shape[0], b.shape[1], a.shape[1]), strict=True))
+    for names, tensor in zip(STRIDES.values(), (a, b, c), strict=True):
+        numbers |= dict(zip(names, tensor.stride(), strict=True))
+    seen = other.pop("a", a)
+    rows_times_weight[(1, 2)](seen, b, c, None, **{**numbers, **other}, BLOCK=16, HAS_BIAS=False)
+    return c
+
+
+CALLS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "as they are": (lambda x, w: summed(launched(x, w)), ""),
+    "of a transposed weight": (lambda x, w: summed(launched(x, w.t())), ""),
+    "of one row": (lambda x, w: summed(launched(x[:1], w)), ""),
+    "swapped": (
+        lambda x, w: summed(launched(x, w, stride_bk=1, stride_bn=32)),
+        "passes 1 for stride_bk, and stride 0 of b is 32: pass sizes and strides as they are",
+    ),
+    "gathered, and swapped": (
+        lambda x, w: launched(gathered(x), w, stride_bk=1, stride_bn=32),
+        "passes 1 for stride_bk, and stride 0 of b is 32",
+    ),
+    "every other row": (lambda x, w: summed(launched(x, w, stride_am=0)), "passes 0 for stride_am, and stride 0 of a"),
+    "of three dimensions": (
+        lambda x, w: summed(launched(x, w, a=x.view(2, 8, 32))),
+        "takes a with 3 dimensions, and strides= has 2: reshape it before",
+    ),
+    "half of it": (lambda x, w: summed(launched(x, w, K=16)), "passes 16 for K, and K is 32"),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_passes_sizes_and_strides_as_they_are(case: str, dynamic: bool, registered: list[Any]) -> None:
+    """Of a square weight no shape shows what is swapped."""
+    register(registered)
+    program, says = CALLS[case]
+    (remark,) = reported(program, torch.randn(16, 32), torch.randn(32, 32), dynamic=dynamic)
+    assert (remark.outcome, says in remark.message) == ("MISSED" if says else "FUSED", True)
+
+
+@pytest.mark.parametrize(("kind", "outcome"), [("experimental", "MISSED"), ("stable", "FUSED")])
+def test_a_descriptor_has_the_sizes_of_its_tensor(kind: str, outcome: str, registered: list[Any]) -> None:
+    register(registered)
+    graph = graph_of(lambda x, w: summed(matmul(x, w)), torch.randn(16, 32), torch.randn(32, 48)).graph
+    (call,) = (node for node in graph.nodes if "triton" in str(node.target))
+    descriptor = ([16, 16], [16, 16], 4) if kind == "experimental" else ([16, 16],)
+    call.kwargs = {**call.kwargs, "tma_descriptor_metadata": {"a_ptr": (kind, descriptor)}}
+    (remark,) = run_pass(graph).remarks
+    assert (remark.outcome, "takes a_ptr by descriptors" in remark.message) == (outcome, outcome == "MISSED")
+
+
+def test_numbers_of_which_nothing_is_told(registered: list[Any]) -> None:
+    inputs = torch.randn(16, 32), torch.randn(32, 48)
+    register_matmul(rows_times_weight, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES)
+    registered.append(rows_times_weight)
+    (remark,) = reported(lambda x, w: summed(matmul(x, w)), *inputs)
+    assert remark.name == "MATMUL_NOT_UNDERSTOOD"
+    assert "takes stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn too: tell" in remark.message
+    register(registered)
+    assert reported(lambda x, w: summed(matmul(x, w)), *inputs)[0].outcome == "FUSED"
+    registered.pop()
+
+
+def test_a_kernel_that_takes_no_strides_has_contiguous_operands(registered: list[Any]) -> None:
+    register_matmul(added_to, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES)
+    registered.append(added_to)
+    into = lambda x, w: summed(add_matmul(x.new_zeros(16, 32), x, w))  # noqa: E731
+    inputs = torch.randn(16, 32), torch.randn(32, 32)
+    assert reported(into, *inputs)[0].outcome == "FUSED"
+    (remark,) = reported(lambda x, w: into(x, w.t()), *inputs)
+    assert "takes b, which is not contiguous: tell register_matmul by strides=" in remark.message
+    strides = {"b": (1, 32)}
+    register_matmul(added_to, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES, strides=strides)
+    assert reported(lambda x, w: into(x, w.t()), *inputs)[0].outcome == "FUSED"
+    assert reported(into, *inputs)[0].outcome == "MISSED"
 
 
 # --- between a collective and a matmul -----------------------------------------------------------------------------

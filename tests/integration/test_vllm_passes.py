@@ -232,7 +232,8 @@ def test_the_kernel_of_vllms_switch_is_fused(vllm: Vllm, monkeypatch: pytest.Mon
     ours = vllm.look_up(FUSE)
     assert vllm.key(ours) != before
     try:
-        for graph in (kernels.graph_of(down, x, weight).graph, kernels.graph_of(up, x, weight, bias).graph):
+        for program, *inputs in ((down, x, weight), (up, x, weight, bias)):
+            graph = kernels.graph_of(program, *inputs).graph
             ours(graph)
             report = asynctp_passes.reports()[-1]
             assert [one.outcome for one in report.remarks] == ["FUSED"]

@@ -190,7 +190,7 @@ def foreach_norms_of_gradients(x: Tensor, v: Tensor, w: Tensor) -> list[Tensor]:
 
 
 # --- matmuls of different rows of one gather -------------------------------------------------------------------------
-@found("F ATP406", "Flux", x=[8, 16], text=[16, 24], image=[16, 24], text_out=[8, 16], image_out=[8, 16])
+@found("F ATP408", "Flux", x=[8, 16], text=[16, 24], image=[16, 24], text_out=[8, 16], image_out=[8, 16])
 def joint_attention_of_two_streams(
     x: Tensor, text: Tensor, image: Tensor, text_out: Tensor, image_out: Tensor
 ) -> Tensor:
@@ -213,16 +213,32 @@ def three_streams_in_a_batch(x: Tensor, text: Tensor, image: Tensor, sound: Tens
     return [part @ w for part, w in zip(whole.split([3, 11, 2], 1), (text, image, sound), strict=True)]
 
 
-@found("F ATP104", "own", trains=True, x=[8, 16], text=[24, 16], image=[24, 16], bias=[24])
-def step_of_two_streams(x: Tensor, text: Tensor, image: Tensor, bias: Tensor) -> Tensor:
+@found("F ATP408", "own", trains=True, x=[8, 16], text=[24, 16], image=[24, 16], keys=[8, 16], bias=[24])
+def step_of_two_streams(x: Tensor, text: Tensor, image: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
+    """One of them has two weights, whose gradients autograd adds."""
     whole = all_gather_tensor_autograd(x, 0, dist.group.WORLD)
     q, k = F.linear(whole[:5], text, bias), F.linear(whole[5:], image, bias)
-    return q.sin().sum() + k.square().mean()
+    return q.sin().sum() + k.square().mean() + F.linear(whole[:5], keys).cos().sum()
+
+
+@found("F ATP408", "own", trains=True, x=[8, 16, BF16], text=[24, 16, BF16], image=[24, 16, BF16])
+def step_of_two_split_streams(x: Tensor, text: Tensor, image: Tensor) -> Tensor:
+    first, then = all_gather_tensor_autograd(x, 0, dist.group.WORLD).split([5, 11])
+    return F.linear(first, text).float().sin().sum() + F.linear(then, image).float().square().mean()
+
+
+@found("F F F F", "own", trains=True, x=[8, 16], text=[24, 16], image=[24, 16])
+def step_of_two_streams_that_are_gathered_apart(x: Tensor, text: Tensor, image: Tensor) -> Tensor:
+    """As the reason of the programs before says it."""
+    first, then = (all_gather_tensor_autograd(part, 0, dist.group.WORLD) for part in x.split([3, 5]))
+    return F.linear(first, text).sin().sum() + F.linear(then, image).square().mean()
 
 
 @found("F", "own", rows=(7, 12, 13), x=["tokens", 16], text=[16, 8], image=[16, 12])
 def streams_of_any_length(x: Tensor, text: Tensor, image: Tensor) -> list[Tensor]:
-    whole = gather(x)
+    """Padded to a multiple of the ranks."""
+    tokens = x.shape[0]
+    whole = gather(F.pad(x, (0, 0, 0, padding(x))).chunk(RANKS)[dist.get_rank()].contiguous())[:tokens]
     return [whole[:5] @ text, whole[5:] @ image]
 
 

@@ -449,6 +449,14 @@ def scatter_of_no_product_beside_one(b: GraphBuilder) -> tuple[Node, Node, Node]
     return fused, b.mm(wide, wide), b.scatter(b.relu(b.input("g", [1024, 1024])))
 
 
+@row("SCATTER_BEHIND_PRODUCTS", "beside mm_1: 1 product", fused=1)
+def scatter_of_two_streams_beside_a_product(b: GraphBuilder) -> tuple[Node, Node, Node]:
+    fused, wide = b.scatter(product(b)), b.input("wide", [2048, 2048])
+    other = b.mm(wide, wide)
+    parts = [b.mm(b.input(f"g_{name}", [512, 8]), b.input(f"{name}_w", [8, 1024])) for name in ("text", "image")]
+    return fused, other, b.scatter(b.cat(parts))
+
+
 @row("STEP_SKIPPED", "hoist", skip="hoist")
 def gather_that_would_be_hoisted(b: GraphBuilder) -> Node:
     return times(b, b.relu(gathered(b)))

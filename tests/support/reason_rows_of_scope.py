@@ -339,11 +339,40 @@ def head_in_chunks(b: GraphBuilder) -> Node:
 
 
 @row("TAKEN_IN_PARTS", "joins pieces of different products: mm, mm_1")
+def chunks_joined_before_the_scatter(b: GraphBuilder) -> Node:
+    w = b.input("a_w", [8, 12])
+    return b.scatter(b.cat([b.mm(b.input(name, [16, 8]), w) for name in ("a", "c")]))
+
+
+@row("PRODUCTS_JOINED", "joins pieces of different products: mm, mm_1")
 def two_products_joined_before_the_scatter(b: GraphBuilder) -> Node:
     return b.scatter(b.cat([product(b), product(b, "c")]))
 
 
-@row("TAKEN_IN_PARTS", "joins pieces of different products: mm_1, mm")
+@row("PRODUCTS_JOINED", "joins pieces of different products: mm, mm_1")
+def products_of_two_streams_among_zeros(b: GraphBuilder) -> Node:
+    """The gradient of slices: not a gather by a sum, though each is as large as a rank's part."""
+    first, then = product(b), product(b, "c")
+    parts = (
+        b.call(aten.slice_scatter.default, b.call(aten.full.default, [64, 12], 0.0), part, 0, start, start + 16)
+        for part, start in ((first, 0), (then, 16))
+    )
+    return b.all_reduce(b.call(aten.add.Tensor, *parts))
+
+
+@row("PRODUCTS_JOINED", "joins pieces of different products: addmm, addmm_1")
+def sums_of_two_streams_among_zeros(b: GraphBuilder) -> Node:
+    """Each with a term of its own, which Inductor puts into its matmul."""
+    parts = []
+    for start, rows in ((0, 5), (5, 11)):
+        sizes = {"added": [rows, 12], "a": [rows, 8], "w": [8, 12]}
+        made = b.call(aten.addmm.default, *[b.input(f"{name}{start}", size) for name, size in sizes.items()])
+        zeros = b.call(aten.full.default, [16, 12], 0.0)
+        parts.append(b.call(aten.slice_scatter.default, zeros, made, 0, start, start + rows))
+    return b.scatter(b.call(aten.add.Tensor, *parts))
+
+
+@row("PRODUCTS_JOINED", "joins pieces of different products: mm_1, mm")
 def products_of_two_shapes_joined(b: GraphBuilder) -> Node:
     """As of experts that have different numbers of tokens."""
     other = b.mm(b.input("c", [4, 8]), b.input("v", [8, 12]))

@@ -135,11 +135,11 @@ def gathered_rows_cut_by_a_padding(b: GraphBuilder) -> Node:
     return times(b, b.call(aten.constant_pad_nd.default, gathered(b), [0, 0, 0, -13]))
 
 
-@row("PIECES_MISSING", "covers 64 elements from 0 of 128")
-def rows_of_two_kinds_without_the_last_one(b: GraphBuilder) -> Node:
+@row("PIECES_MISSING", "covers 56 elements from 8 of 128")
+def rows_of_two_kinds_without_the_first_one(b: GraphBuilder) -> Node:
     """Two weights for two kinds of tokens, and a row that nothing takes."""
     whole = gathered(b)
-    text, image = (b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, 8), (8, 15)))
+    text, image = (b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((1, 8), (8, 16)))
     return b.cat([times(b, text), b.mm(image, b.input("v", [8, 12]))])
 
 
@@ -154,6 +154,12 @@ def pieces_joined_and_cut(b: GraphBuilder) -> Node:
 def gathered_into_a_larger_buffer(b: GraphBuilder) -> Node:
     buffer = b.input("buffer", [20, 8])
     return times(b, b.call(aten.slice_scatter.default, buffer, gathered(b), 0, 2, 18))
+
+
+@row("VIEW_NOT_UNDERSTOOD", "where the program takes a slice, gather that by itself")
+def gradient_of_a_slice_before_the_scatter(b: GraphBuilder) -> Node:
+    made, zeros = b.mm(b.input("tangents_1", [12, 8]), b.input("w", [8, 12])), b.call(aten.full.default, [16, 12], 0.0)
+    return b.scatter(b.call(aten.slice_scatter.default, zeros, made, 0, 4, 16))
 
 
 @row("VIEW_NOT_UNDERSTOOD", "written into a part of another")

@@ -100,7 +100,12 @@ def columns_gathered_by_themselves(b: GraphBuilder) -> Node:
     return b.cat([times(b, b.gather(first)), b.mm(b.gather(last), b.input("v", [3, 12]))])
 
 
-@mends(scope.two_products_joined_before_the_scatter, differs="both have one weight")
+@mends(scope.two_products_joined_before_the_scatter, differs="each rank has rows of both")
+def two_products_scattered_by_themselves(b: GraphBuilder) -> tuple[Node, Node]:
+    return b.scatter(product(b)), b.scatter(product(b, "c"))
+
+
+@mends(scope.chunks_joined_before_the_scatter)
 def product_of_joined_operands(b: GraphBuilder) -> Node:
     operands = b.cat([b.input("a", [16, 8]), b.input("c", [16, 8])])
     return b.scatter(b.mm(operands, b.input("a_w", [8, 12])))

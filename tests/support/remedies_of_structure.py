@@ -106,11 +106,11 @@ def rows_of_the_result_picked(b: GraphBuilder) -> Node:
     return b.call(aten.index.Tensor, times(b, structure.of_a_layer(b)), [b.input("last", [5], torch.int64)])
 
 
-@mends(structure.rows_of_two_kinds_without_the_last_one)
+@mends(structure.rows_of_two_kinds_without_the_first_one)
 def rows_of_two_kinds_trimmed_after_the_matmuls(b: GraphBuilder) -> Node:
     whole = gathered(b)
     text, image = times(b, whole), b.mm(whole, b.input("v", [8, 12]))
-    return b.cat([b.call(aten.slice.Tensor, text, 0, 0, 8), b.call(aten.slice.Tensor, image, 0, 8, 15)])
+    return b.cat([b.call(aten.slice.Tensor, text, 0, 1, 8), b.call(aten.slice.Tensor, image, 0, 8, 16)])
 
 
 @mends(structure.half_the_rows_of_what_is_computed, differs="ranks gather half of their rows each")

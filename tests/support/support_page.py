@@ -144,7 +144,7 @@ SECTIONS: dict[str, list[Form]] = {
         ),
         form(
             "→ two to four ranges that are all rows, each to `mm`s of its own weights, as two streams",
-            "fused; `ATP406` in fp8 or int8. The backward is `ATP104` or `ATP406`",
+            "fused; `ATP406` in fp8 or int8, `ATP408` in the backward",
             *("two_streams_that_meet_at_a_border_of_shards", "three_streams_in_a_batch", "step_of_two_streams"),
             "test_what_stays",
         ),
@@ -234,7 +234,11 @@ SECTIONS: dict[str, list[Form]] = {
             "fused: factors are scales in fp32. `ATP105` in float64, by a Python number, with a bias, or two alike",
             *("gated beside routed", "test_scatter_of_a_gated_product_and_routed_tokens", "columns, then rows"),
         ),
-        form("`mm`s whose rows are joined → RS or AR", "`ATP406`", "two_products_joined_before_the_scatter"),
+        form(
+            "`mm`s whose rows are joined → RS or AR",
+            "`ATP408`; `ATP406` for one weight",
+            *("two_products_joined_before_the_scatter", "chunks_joined_before_the_scatter"),
+        ),
         form(
             "`mm`s whose columns are joined → RS or AR", "`ATP104`", "columns_of_two_products_joined_before_the_scatter"
         ),

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 # --- kernels -----------------------------------------------------------------------------------------------------
 @triton.jit
 def rows_times_weight(
-    a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K, sa_m, sa_k, sb_k, sb_n, sc_m, sc_n,
+    a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
     BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """`c = a @ b (+ bias)`, which walks K in order, as serving stacks make their linears batch-invariant."""
@@ -29,12 +29,16 @@ def rows_times_weight(
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        a = tl.load(a_ptr + m[:, None] * sa_m + k[None, :] * sa_k, mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
-        b = tl.load(b_ptr + k[:, None] * sb_k + n[None, :] * sb_n, mask=(k[:, None] < K) & (n[None, :] < N), other=0.0)
+        a = tl.load(
+            a_ptr + m[:, None] * stride_am + k[None, :] * stride_ak, mask=(m[:, None] < M) & (k[None, :] < K), other=0.0
+        )
+        b = tl.load(
+            b_ptr + k[:, None] * stride_bk + n[None, :] * stride_bn, mask=(k[:, None] < K) & (n[None, :] < N), other=0.0
+        )
         total = tl.dot(a, b, total)
     if HAS_BIAS:
         total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    out = c_ptr + m[:, None] * sc_m + n[None, :] * sc_n
+    out = c_ptr + m[:, None] * stride_cm + n[None, :] * stride_cn
     tl.store(out, total.to(c_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 

@@ -174,6 +174,18 @@ def test_a_range_that_is_taken_twice() -> None:
     check(b.returns(*outs, b.relu(rows(b, whole, 0, 5)), b.mm(rows(b, whole, 5, END), b.input("t", [8, 3]))), 4, ["F"])
 
 
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_steps_that_are_selected(batch_first: bool, at_once: bool) -> None:
+    """Of a batch of two, or of sequences of two steps, each by a weight of its own."""
+    b = GraphBuilder()
+    whole = b.reshape(b.gather(b.input("x", [4, 8])), [2, 8, 8] if batch_first else [8, 2, 8])
+    dim = 0 if batch_first else 1
+    both = b.call(aten.unbind.int, whole, dim) if at_once else None
+    parts = [b.call(aten.select.int, whole, dim, i - 2) if both is None else b.call(getitem, both, i) for i in range(2)]
+    check(b.returns(*[b.mm(part, b.input(f"w{i}", [8, 6])) for i, part in enumerate(parts)]), 4, expected=["F"])
+
+
 # --- what stays -----------------------------------------------------------------------------------------------------
 def streams(b: GraphBuilder, whole: Node, *ends: tuple[int, int], weights: int = 2, dim: int = 0) -> list[Node]:
     """Products of ranges, by so many weights in turn."""
@@ -186,6 +198,30 @@ def by_one_weight_in_two_layouts(b: GraphBuilder) -> list[Node]:
     whole, w = b.gather(b.input("x", [4, 8])), b.input("w", [12, 8])
     first, last = rows(b, whole, 0, 5), rows(b, whole, 5, END)
     return [b.mm(first, b.permute(w, [1, 0])), b.mm(last, b.call(aten.t.default, w))]
+
+
+def by_one_part_of_a_weight(taken: str) -> Callable[[GraphBuilder], list[Node]]:
+    """Taken for each chunk anew, as a head's half of the words, or converted for each."""
+
+    def part(b: GraphBuilder, w: Node, place: int) -> Node:
+        if taken == "rows":
+            return b.permute(b.call(aten.slice.Tensor, w, 0, 6, END if place else 12), [1, 0])
+        if taken == "transposed":
+            columns = b.permute(w, [1, 0])
+            return b.call(aten.slice.Tensor, columns, 1, 6, 12) if place else b.permute(rows(b, w, 6, 12), [1, 0])
+        if taken == "split":
+            return b.permute(b.call(getitem, b.call(aten.split.Tensor, w, 6), 1), [1, 0])
+        if taken == "all":
+            return b.permute(b.call(aten.slice.Tensor, b.call(aten.slice.Tensor, w, 0, 0, END), 1, 0, END), [1, 0])
+        return b.permute(b.call(torch.ops.prims.convert_element_type.default, w, torch.float32), [1, 0])
+
+    def build(b: GraphBuilder) -> list[Node]:
+        whole = b.gather(b.input("x", [4, 8]))
+        w = b.input("w", [12, 8], torch.bfloat16 if taken == "converted" else torch.float32)
+        ends = ((0, 5), (5, END))
+        return [b.mm(rows(b, whole, *each), part(b, w, place)) for place, each in enumerate(ends)]
+
+    return build
 
 
 def of_a_contraction(b: GraphBuilder) -> list[Node]:
@@ -213,6 +249,10 @@ STAYS: dict[str, tuple[Callable[[GraphBuilder], list[Node]], str]] = {
         "TAKEN_IN_PARTS",
     ),
     "one weight in two layouts": (by_one_weight_in_two_layouts, "TAKEN_IN_PARTS"),
+    **{
+        f"one weight, {taken}": (by_one_part_of_a_weight(taken), "TAKEN_IN_PARTS")
+        for taken in ("rows", "transposed", "split", "all", "converted")
+    },
     "rows that are left out": (
         lambda b: streams(b, b.gather(b.input("x", [4, 8])), (0, 5), (7, END)),
         "PIECES_MISSING",
@@ -245,6 +285,30 @@ def test_ranges_beside_a_matmul_of_all_rows() -> None:
     b = GraphBuilder()
     whole = b.gather(b.input("x", [4, 8]))
     check(b.returns(*streams(b, whole, (0, 5), (5, END)), b.mm(whole, b.input("all", [8, 3]))), 4, expected=["F"])
+
+
+@pytest.mark.parametrize("halves", ["rows", "columns", "pieces"])
+def test_parts_of_one_tensor_are_weights_of_their_own(halves: str) -> None:
+    b = GraphBuilder()
+    whole, w = b.gather(b.input("x", [4, 8])), b.input("w", [8, 12] if halves == "columns" else [16, 6])
+    if halves == "pieces":
+        pieces = b.call(aten.split.Tensor, w, 8)
+        parts = [b.call(getitem, pieces, index) for index in range(2)]
+    else:
+        dim, half = (1, 6) if halves == "columns" else (0, 8)
+        parts = [b.call(aten.slice.Tensor, w, dim, *ends) for ends in ((0, half), (half, END))]
+    outs = [b.mm(rows(b, whole, *ends), part) for part, ends in zip(parts, ((0, 5), (5, END)), strict=True)]
+    check(b.returns(*outs), 4, expected=["F"])
+
+
+def test_a_range_whose_matmul_is_refused_leaves_the_others() -> None:
+    """It takes its rows of what is returned."""
+    b = GraphBuilder()
+    whole = b.gather(b.input("x", [4, 8]))
+    text, image = rows(b, whole, 0, 4), rows(b, whole, 4, END)
+    of_each = b.call(aten.bmm.default, b.reshape(text, [2, 2, 8]), b.input("v", [2, 8, 6]))
+    graph = b.returns(of_each, b.mm(image, b.input("w", [8, 12])))
+    check(graph, 4, expected=["F"])
 
 
 def test_ranges_of_rows_of_all_ranks_in_turn() -> None:
@@ -293,13 +357,15 @@ def check(graph: Graph, ranks: int, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_ranges_compute_the_same(seed: int) -> None:
-    """Random ranges: any number of ranks, any order, some with two weights, some with other users."""
+    """Random ranges: of any number of ranks, in any order, some of padded rows, with two weights or other users."""
     draw = random.Random(seed)
-    ranks, outer, inner = draw.choice((2, 4)), draw.choice((1, 1, 3)), draw.randint(1, 6)
+    ranks, outer, inner, padding = draw.choice((2, 4)), draw.choice((1, 1, 3)), draw.randint(2, 6), draw.randint(0, 1)
     b = GraphBuilder(ranks=ranks)
     shard = b.input("x", [outer, inner, 8] if outer > 1 else [inner, 8])
     whole = b.cat(b.chunks(b.gather(shard)), dim=1) if outer > 1 else b.gather(shard)
-    dim, size = whole.meta["val"].dim() - 2, inner * ranks
+    dim, size = whole.meta["val"].dim() - 2, inner * ranks - padding
+    if padding and draw.random() < 0.5:  # cut off at once, or by the last range
+        whole = rows(b, whole, 0, size, dim)
     cuts = sorted(draw.sample(range(1, size), min(size - 1, draw.randint(1, 3))))
     ends = list(zip([0, *cuts], [*cuts, size], strict=True))
     draw.shuffle(ends)
