@@ -2,7 +2,7 @@
 
 `run` is the program of any call, whose arguments are checked already; the ops run it wherever no kernel takes over.
 The functions with the callers' names check their arguments, take any spelling of a process group and are meant to be
-called by hand. `UNFUSED` has the programs with the ops' own argument lists.
+called by hand.
 
 Numerics: every matmul is rounded once to its output dtype (bias included), converted to `sum_dtype` if there is one,
 and multiplied by its factor if there are `factors`. Then the matmuls are added in list order, `added` last; that is
@@ -227,15 +227,12 @@ def _scaled_mm(
 
 
 # --- the functions of this module ----------------------------------------------------------------------------------
-def _unfused(op: str, *arguments: Any, mover: Mover | None = None) -> Any:
+def _run(op: str, *arguments: Any) -> Any:
     names = SIGNATURES[op].names
-    return run(SIGNATURES[op].named(dict(zip(names, arguments, strict=False))), mover)
+    return run(SIGNATURES[op].named(dict(zip(names, arguments, strict=False))))
 
 
-UNFUSED = types.SimpleNamespace(**{op: functools.partial(_unfused, op) for op in OPS})
-"""The programs with the ops' argument lists, by the names of the ops."""
-
-_callers = Callers(UNFUSED, checks=True)
+_callers = Callers(types.SimpleNamespace(**{op: functools.partial(_run, op) for op in OPS}), checks=True)
 all_gather_matmul = _callers.all_gather_matmul
 matmul_reduce_scatter = _callers.matmul_reduce_scatter
 matmul_all_reduce = _callers.matmul_all_reduce

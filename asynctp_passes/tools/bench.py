@@ -48,7 +48,6 @@ from asynctp_passes.torch_private import intree, torch_ops
 
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 COPY_BYTES_PER_US = select.Rates().copy
-OURS = ("asynctp", *IMPLEMENTATIONS)
 #: of gathers and scatters PyTorch has fused ops; of all-reduces it has two that follow a matmul
 PEERS = ("cublas", "nccl", "intree", "oneshot", "twoshot")
 PEERS_OF_ALL_REDUCE, PEERS_OF_OTHERS = ("cublas", "nccl", "oneshot", "twoshot"), ("cublas", "nccl", "intree")

@@ -662,7 +662,7 @@ def test_the_whole_of_it(tmp_path: Path) -> None:
     (found,) = rows
     assert [each.errors for each in others] == [found.errors]
     assert (found.problem.key, found.problem.rows) == ("gather:2:bfloat16:32:48", 128)
-    assert set(found.timings) == {"cublas", "nccl", *bench.OURS} - {"direct"}
+    assert set(found.timings) == {"cublas", "nccl", "asynctp", *bench.IMPLEMENTATIONS} - {"direct"}
     assert set(found.left_out) == {"intree", "direct"}
     assert found.left_out["direct"] == "RuntimeError: direct is out of order and more"
     assert found.wrong == ["fused"], "in a graph it gives what it gave before"

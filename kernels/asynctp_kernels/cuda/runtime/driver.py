@@ -423,9 +423,9 @@ def new_stream(device: torch.device, urgent: bool = True) -> int:
     return stream.value
 
 
-def new_torch_stream(device: torch.device, urgent: bool = True) -> torch.cuda.ExternalStream:
+def new_torch_stream(device: torch.device) -> torch.cuda.ExternalStream:
     """Such a stream, for PyTorch's calls."""
-    return torch.cuda.ExternalStream(new_stream(device, urgent), device)  # type: ignore[no-untyped-call]
+    return torch.cuda.ExternalStream(new_stream(device), device)  # type: ignore[no-untyped-call]
 
 
 #: the handle of the current stream of a GPU; the index of the current GPU; whether a CUDA graph is being captured

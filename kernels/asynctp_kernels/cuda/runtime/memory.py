@@ -429,13 +429,13 @@ class GroupMemory:
         """The words that `watch` reads: `doing`, `awaited`, then counts, of which those of calls grow."""
         return self.local[_DOING : _COUNTS + 16]
 
-    def _own(self, words: Words, count: int) -> torch.Tensor:
-        return self.signals.memory.view(torch.int32)[words.number :][:count]
+    def _own(self, words: Words) -> torch.Tensor:
+        return self.signals.memory.view(torch.int32)[words.number :][:MAX_WORLD]
 
     @property
     def free_words(self) -> torch.Tensor:
         """This rank's FREE words, by peer."""
-        return self._own(self.free, MAX_WORLD)
+        return self._own(self.free)
 
     def failed_at(self, peer: int) -> int:
         """Address of the word that this rank sets at a peer when it has failed (`watch`)."""
@@ -444,12 +444,12 @@ class GroupMemory:
     @property
     def told_words(self) -> torch.Tensor:
         """Those that peers have set here."""
-        return self._own(self._words(3), MAX_WORLD)
+        return self._own(self._words(3))
 
     @property
     def all_chunk_words(self) -> list[torch.Tensor]:
         """This rank's words of chunks."""
-        return [self._own(words, MAX_WORLD) for words in (self.full, self.landed)]
+        return [self._own(words) for words in (self.full, self.landed)]
 
     def peers_ahead(self) -> dict[int, int]:
         """The peers that are in a direct call which this rank has not begun, with its signature."""
