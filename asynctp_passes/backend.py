@@ -487,16 +487,16 @@ def own_passes(patches: Mapping[str, Any] | None = None) -> list[_OwnPass]:
     """The passes of asynctp's among Inductor's options: those of a compile, given by `patches`, else of the process."""
     names, given = (_PASS_OPTION, _JOINT_PASS_OPTION, _PARTITIONER_OPTION), patches or {}
     present = (given.get(name, inductor_options.current(name)) for name in names)
-    return [step for passes in present for step in _steps(passes) if isinstance(step, _OwnPass)]
+    return [step for passes in present for step in _passes_in(passes) if isinstance(step, _OwnPass)]
 
 
 def _append(present: Any, ours: AsyncTPPass | RematerializePass) -> Any:
     """Our pass after those the user has; an earlier one of its kind gives way."""
-    kept = [step for step in _steps(present) if not isinstance(step, type(ours))]
+    kept = [step for step in _passes_in(present) if not isinstance(step, type(ours))]
     return _PassSequence([*kept, ours]) if kept else ours
 
 
-def _steps(present: Any) -> list[Any]:
+def _passes_in(present: Any) -> list[Any]:
     """The passes that an option of Inductor holds, one by one."""
     passes = present if isinstance(present, list | tuple) else [] if present is None else [present]
     return [step for item in passes for step in (item.passes if isinstance(item, _PassSequence) else (item,))]

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from asynctp_passes.ops.calls import COLLECTIVES, OPS, SIGNATURES
-from asynctp_passes.ops.choice import kernels_for, overlapped
+from asynctp_passes.ops.choice import kernels_for, kernels_or_none
 from asynctp_passes.torch_private import inductor_calls, inductor_order
 from asynctp_passes.torch_private.inductor_calls import is_watched
 from asynctp_passes.torch_private.process_groups import nothing_to_wait_for
@@ -206,8 +206,8 @@ class WaitSite:
 
     def _bind(self, result: Any) -> bool:
         """Complete a result as kernels do it, and have them asked no more; False where torch's `wait_tensor` has to."""
-        kernels = overlapped(result)
+        kernels = kernels_or_none(result)
         if kernels is None:
             return False
-        self._land = kernels.landing()
+        self._land = kernels.bound_land()
         return self._land(result)

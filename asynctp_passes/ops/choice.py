@@ -136,7 +136,7 @@ def variant_reason(
 
     No tensor needs memory. Where there is no GPU to ask, it is taken for one that the kernels are written for.
     """
-    kernels = overlapped(a)
+    kernels = kernels_or_none(a)
     if kernels is None:
         return "triton is missing"
     scales = [a.new_empty((1,)) if scale is None else scale for scale in b_scales]
@@ -150,7 +150,7 @@ def explain(op: str, *args: Any) -> Any:
     Returns:
         On CUDA an `asynctp_kernels.cuda.Choice`: implementation, whether the cost model or a measurement chose it,
         the model's estimates in microseconds, and why each other implementation cannot run the call. On CPU, and
-        where the overlapped ones are not available, the name.
+        where there are no kernels, the name.
 
     Raises:
         ValueError: There is no such op, it takes other arguments, or it was given no tensor.
@@ -169,7 +169,7 @@ def explain(op: str, *args: Any) -> Any:
 
 @functools.cache
 def _interpreted() -> Any:
-    """The overlapped implementations on CPU tensors, in Triton's interpreter.
+    """The kernels on CPU tensors, in Triton's interpreter.
 
     Raises:
         RuntimeError: They cannot run here.
@@ -192,7 +192,7 @@ def _interpreted() -> Any:
 
 @functools.cache
 def _cuda() -> Any:
-    """The overlapped implementations; None without triton, which is said once."""
+    """The kernels; None without triton, which is said once."""
     try:
         return importlib.import_module("asynctp_kernels.cuda")
     except ImportError as error:
@@ -236,10 +236,10 @@ def kernels_for(tensor: Tensor | None) -> Any:
     """The kernels, where they run calls on tensors like this, or their stand-in; None: there is no tensor."""
     if tensor is not None and tensor.is_cuda:  # first: every eager call asks
         return _cuda() or NO_KERNELS
-    return NO_KERNELS if tensor is None else overlapped(tensor) or NO_KERNELS
+    return NO_KERNELS if tensor is None else kernels_or_none(tensor) or NO_KERNELS
 
 
-def overlapped(tensor: Tensor) -> Any:
+def kernels_or_none(tensor: Tensor) -> Any:
     """The kernels, where the ops run them on tensors like this; None where they do not."""
     if tensor.is_cuda:
         return _cuda()

@@ -30,7 +30,7 @@ from asynctp_passes.ops import plain_collectives as plain
 from asynctp_passes.ops.arguments import check_group, group_and_size
 from asynctp_passes.ops.calls import COLLECTIVES
 from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
-from asynctp_passes.ops.choice import overlapped
+from asynctp_passes.ops.choice import kernels_or_none
 from asynctp_passes.ops.recipes import FP8_DTYPES
 from asynctp_passes.ops.register import register
 from asynctp_passes.torch_private import process_groups, torch_ops
@@ -50,7 +50,7 @@ def _real_all_gather(
         check_group("all_gather", group_size, group_name)
 
     _check_dims("all_gather", shard)
-    if (cuda := overlapped(shard)) is not None:
+    if (cuda := kernels_or_none(shard)) is not None:
         group = process_groups.process_group(group_name)
         found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check, all_keep, copy, accord)
         if found is not None:
@@ -72,7 +72,7 @@ def _real_reduce_scatter(
         _check_scatter(whole, reduce_op, group_size)
 
     _check_dims("reduce_scatter", whole)
-    if (cuda := overlapped(whole)) is not None:
+    if (cuda := kernels_or_none(whole)) is not None:
         group = process_groups.process_group(group_name)
         found: Tensor | None = cuda.run_bulk_scatter(whole, reduce_op, group_size, group, check, copy, accord)
         if found is not None:
@@ -91,7 +91,7 @@ def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any, accord: in
         group_and_size(group_name)
         _check_reduction("all_reduce", reduce_op, ALL_REDUCE_OPS)
 
-    if (cuda := overlapped(tensor)) is not None:
+    if (cuda := kernels_or_none(tensor)) is not None:
         group = process_groups.process_group(group_name)
         found: Tensor | None = cuda.run_bulk_all_reduce(tensor, reduce_op, group, check, accord)
         if found is not None:
@@ -106,7 +106,7 @@ def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any, accord: in
 
 
 def _real_wait(result: Tensor, source: Tensor) -> Tensor:
-    kernels = overlapped(result)
+    kernels = kernels_or_none(result)
     if kernels is not None and kernels.land(result):
         return result
     with torch_ops.below_autograd():

@@ -500,7 +500,7 @@ def test_the_stream_of_a_wait_comes_after_what_is_in_flight(here: Machine) -> No
     """On another stream the allocator is told of the shard, which is free once nobody waits any more."""
     with cuda.forced("fused"):
         one, shard = in_flight(here)
-        land, results = cuda.landing(), [one(shard), one(shard)]
+        land, results = cuda.bound_land(), [one(shard), one(shard)]
     assert len(moves.flying) == 2
     events = [done for *_, done in moves.flying.values()]
     stream = here.current_stream
@@ -528,7 +528,7 @@ def test_a_result_that_nobody_waits_for_is_kept_until_it_is_complete(
         first, latest = next(iter(moves.flying)), one(shard)
         assert len(moves.flying) == moves.MOST_FLYING + 3
         assert first not in moves.flying or first == latest.data_ptr()
-        assert cuda.landing()(latest)
+        assert cuda.bound_land()(latest)
         moves.flying.clear()
 
 

@@ -13,14 +13,14 @@ from unittest import mock
 import pytest
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.runtime import enroll
-from asynctp_kernels.cuda.runtime.enroll import Facts, Settled, settle
+from asynctp_kernels.cuda.runtime.enroll import RankFacts, Settled, settle
 from asynctp_kernels.errors import NotEnrolled
 
-ONE = Facts("node", "boot", "H200, 132 SMs", "s1", "2.13.0", "3.9.0", "13000", "CUDA", "auto", "none")
+ONE = RankFacts("node", "boot", "H200, 132 SMs", "s1", "2.13.0", "3.9.0", "13000", "CUDA", "auto", "none")
 GPU, KEY = "NVIDIA H200", "gather:2:bfloat16:4096:2048"
 
 
-def ranks(*changes: dict[str, str]) -> list[Facts]:
+def ranks(*changes: dict[str, str]) -> list[RankFacts]:
     return [replace(ONE, **change) for change in changes]
 
 
@@ -54,7 +54,7 @@ def test_ranks_that_differ_run_the_plain_program(fact: str) -> None:
 
 def test_every_fact_matters() -> None:
     """A fact that nobody looks at is no fact."""
-    for fact in fields(Facts):
+    for fact in fields(RankFacts):
         assert settle(ranks({}, {fact.name: "another"})) != Settled(), fact.name
 
 
@@ -72,17 +72,17 @@ def test_ranks_that_were_tuned_apart_are_enrolled() -> None:
 
 def test_the_result_is_the_same_on_every_rank() -> None:
     """It is a function of what all ranks have: the same list."""
-    for first, second in itertools.combinations([fact.name for fact in fields(Facts)], 2):
+    for first, second in itertools.combinations([fact.name for fact in fields(RankFacts)], 2):
         found = ranks({first: "x"}, {second: "y"}, {})
-        results = [settle([Facts.from_json(facts.to_json()) for facts in found]) for _ in found]
+        results = [settle([RankFacts.from_json(facts.to_json()) for facts in found]) for _ in found]
         assert results == [results[0]] * 3
 
 
 @pytest.mark.parametrize("change", [{"more": "of a later version"}, {"table": None}, {"torch": 3}])
 def test_facts_of_another_version_can_be_read(change: dict[str, Any]) -> None:
     text = json.dumps({"sources": "another", **change})
-    assert Facts.from_json(text).sources == "another"
-    assert settle([ONE, Facts.from_json(text)]).refused.startswith("its ranks are on 2 hosts (node, unknown)")
+    assert RankFacts.from_json(text).sources == "another"
+    assert settle([ONE, RankFacts.from_json(text)]).refused.startswith("its ranks are on 2 hosts (node, unknown)")
 
 
 def test_facts_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,19 +92,19 @@ def test_facts_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         mock.patch.object(enroll, "driver", machine),
         mock.patch.object(select, "tuned", return_value={GPU: {KEY: {"64": "direct"}}}),
     ):
-        facts = enroll.facts_of(0)
+        facts = enroll.rank_facts(0)
     assert (facts.gpu, facts.implementation) == (f"{GPU}, 132 SMs, compute capability 9.0", "direct")
     assert facts.table != "none"
     assert facts.driver == enroll.UNKNOWN, "that cannot be had is no fault"
     assert len(facts.sources) == 16
-    assert Facts.from_json(facts.to_json()) == facts
+    assert RankFacts.from_json(facts.to_json()) == facts
 
 
 def enrolled(*others: dict[str, str]) -> dict[str, Any]:
     """The table of a group whose other ranks differ like that from this one, which was tuned."""
 
     def exchange(topic: str, text: str) -> list[str]:
-        mine = Facts.from_json(text)
+        mine = RankFacts.from_json(text)
         return [text, *(replace(mine, **other).to_json() for other in others)]
 
     board: Any = SimpleNamespace(exchange=exchange)

@@ -224,6 +224,6 @@ def collective_cost(kind: str, implementation: str) -> Cost:
         one, wait = cuda.bind(call), WaitSite(False)
         with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
             patched.setattr(torch._C._distributed_c10d, "_get_work_registry_size", lambda: 0)
-            patched.setattr(call_sites, "overlapped", lambda _: cuda)
+            patched.setattr(call_sites, "kernels_or_none", lambda _: cuda)
             wait(one(given), given)
             return counted(lambda: wait(one(given), given)).cost

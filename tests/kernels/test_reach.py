@@ -11,7 +11,7 @@ import torch
 from asynctp_kernels.cuda import groups
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.runtime import enroll
-from asynctp_kernels.cuda.runtime.enroll import Facts
+from asynctp_kernels.cuda.runtime.enroll import RankFacts
 
 
 def seen(visible: str, index: int, apart: tuple[str, ...] = ()) -> str:
@@ -46,9 +46,9 @@ def test_gpus_apart_are_named_apart(apart: tuple[str, ...]) -> None:
 
 # --- the outlook of a group -------------------------------------------------------------------------------------
 def outlook(world: int = 4, gpus: tuple[str, ...] = ("GPU-a", "GPU-b"), **facts: str) -> tuple[str, str]:
-    found = Facts(**{"gpu": "H100", "torch": "2.15.0", **facts})
+    found = RankFacts(**{"gpu": "H100", "torch": "2.15.0", **facts})
     with (
-        mock.patch.object(groups, "facts_of", return_value=found),
+        mock.patch.object(groups, "rank_facts", return_value=found),
         mock.patch.object(groups, "reached", return_value=gpus),
     ):
         return groups.memory_outlook(world, 0)
@@ -74,5 +74,6 @@ def test_a_group_that_will_have_no_memory_is_known() -> None:
 
 
 def test_a_bad_variable_is_a_reason_and_no_error() -> None:
-    with mock.patch.object(groups, "facts_of", side_effect=ValueError("ASYNCTP_CUDA_IMPLEMENTATION='x' is not valid")):
-        assert groups.memory_outlook(4, 0) == ("ASYNCTP_CUDA_IMPLEMENTATION='x' is not valid", "")
+    problem = "ASYNCTP_CUDA_IMPLEMENTATION='x' is not valid"
+    with mock.patch.object(groups, "rank_facts", side_effect=ValueError(problem)):
+        assert groups.memory_outlook(4, 0) == (problem, "")

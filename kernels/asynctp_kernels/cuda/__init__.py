@@ -22,8 +22,8 @@ from asynctp_kernels.cuda.explanation import choice_for, explain, problem_of, va
 from asynctp_kernels.cuda.groups import last_implementation, memory_outlook, release, shared_bytes
 from asynctp_kernels.cuda.moves import (
     Mover,
+    bound_land,
     land,
-    landing,
     meet,
     run_bulk_all_reduce,
     run_bulk_gather,
@@ -37,11 +37,11 @@ __all__ = [
     "Mover",
     "all_gather",
     "bind",
+    "bound_land",
     "choice_for",
     "explain",
     "forced",
     "land",
-    "landing",
     "last_implementation",
     "meet",
     "memory_outlook",

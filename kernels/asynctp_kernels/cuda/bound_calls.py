@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asynctp_kernels.cuda.calls import made, plan_of
 from asynctp_kernels.cuda.choose import select
-from asynctp_kernels.cuda.choose.implementation import Recipe
+from asynctp_kernels.cuda.choose.implementation import SiteForm
 from asynctp_kernels.cuda.facts import as_rows, flat
 from asynctp_kernels.cuda.groups import fail_group_on_error
 from asynctp_kernels.cuda.moves import flying, moved, wait_for
@@ -100,16 +100,16 @@ class Bound:
         self,
         memory: GroupMemory,
         plan: Any,
-        recipe: Recipe,
+        form: SiteForm,
         tensors: int,
         flight: tuple[int, ...] = (),
         flying: Any = None,
     ) -> tuple[Any, ...]:
-        """The fields with which `site.c` makes the call. tensors: How many are given, in the recipe's order.
+        """The fields with which `site.c` makes the call. tensors: How many are given, in the form's order.
 
         flight: Of a call on the copy stream (`GroupMemory.flight`); flying: what keeps it until somebody waits for it.
         """
-        operands, makers, results, land, land_gathers = recipe
+        operands, makers, results, land, land_gathers = form
         return (
             self, self.failed, self._memory, weakref.ref(plan.graph), self._group, self._resolve, self._group_name,
             select.asked, select.asked[-1] if select.asked else None, self._generation, self._skipped,
@@ -171,11 +171,11 @@ class BoundCollective(Bound):
         if not call.first.is_contiguous():
             return None
         new = new_tensors(self._shape, call.first.dtype, memory.device)
-        recipe = ((0,), (new,), -1, False, False)
+        form = ((0,), (new,), -1, False, False)
         if not isinstance(plan, BulkGather | BulkScatter):
-            return self.fields(memory, plan, recipe, 1)
+            return self.fields(memory, plan, form, 1)
         flight = memory.flight(gathers=self._gathers or self._whole)
-        return self.fields(memory, plan, recipe, 1, flight, None if self._whole else flying)
+        return self.fields(memory, plan, form, 1, flight, None if self._whole else flying)
 
 
 class BoundCall(Bound):
@@ -231,7 +231,7 @@ class BoundCall(Bound):
         tensors = [
             [each] if isinstance(each, Tensor) else [one for one in each or () if one is not None] for each in given
         ]
-        recipe = plan.recipe(call.a_parts[0].shape[:-1] if self._whole else ())
-        if recipe is None or not all(each.is_contiguous() for many in (tensors[0], *tensors[2:]) for each in many):
+        form = plan.site_form(call.a_parts[0].shape[:-1] if self._whole else ())
+        if form is None or not all(each.is_contiguous() for many in (tensors[0], *tensors[2:]) for each in many):
             return None
-        return self.fields(memory, plan, recipe, sum(len(tensors[place]) for place in recipe[0]))
+        return self.fields(memory, plan, form, sum(len(tensors[place]) for place in form[0]))

@@ -15,7 +15,7 @@ from asynctp_kernels.cuda.checks import group_refused
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.runtime import memory as memory_of
 from asynctp_kernels.cuda.runtime.driver import CudaError, StreamWaitOver
-from asynctp_kernels.cuda.runtime.enroll import facts_of, reached
+from asynctp_kernels.cuda.runtime.enroll import rank_facts, reached
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory, group_memory
 from asynctp_kernels.cuda.runtime.watch import error_of
@@ -63,7 +63,7 @@ def memory_outlook(world: int, index: int) -> tuple[str, str]:
     """
     try:
         reason = group_refused(world) or ("" if select.requested() != "sequential" else f"{select.VARIABLE}=sequential")
-        facts = facts_of(index, with_table=False)
+        facts = rank_facts(index, with_table=False)
     except ValueError as error:
         return str(error), ""
     gpus = reached(index)

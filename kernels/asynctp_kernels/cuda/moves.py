@@ -344,12 +344,12 @@ def land(result: Tensor) -> bool:
     return bulk is not None
 
 
-def landing() -> Callable[[Tensor], bool]:
+def bound_land() -> Callable[[Tensor], bool]:
     """`land` for a place in a program that waits again and again: in C where that is compiled."""
     if driver.IN_ORDER or isinstance(edited.native(), str):
         return land
     with_what = flying, edited.functions(), driver.current_stream, driver.record_stream, edited.raise_failed
-    found: Callable[[Tensor], bool] = edited.native().landing(with_what)
+    found: Callable[[Tensor], bool] = edited.native().bound_land(with_what)
     return found
 
 

@@ -118,7 +118,7 @@ def test_attempts_need_not_be_equal_in_number(monkeypatch: pytest.MonkeyPatch) -
 # --- a fault of one rank -----------------------------------------------------------------------------------------
 FAULTS: dict[str, tuple[str, BaseException]] = {
     "interrupted": ("runtime.memory._new", KeyboardInterrupt()),
-    "interrupted before": ("runtime.enroll.facts_of", KeyboardInterrupt()),
+    "interrupted before": ("runtime.enroll.rank_facts", KeyboardInterrupt()),
     "ended": ("runtime.interpreted.rendezvous", SystemExit(1)),
     "no memory": ("runtime.interpreted.reserve", torch.OutOfMemoryError("CUDA out of memory")),
     "no memory later": ("runtime.memory._new", MemoryError()),

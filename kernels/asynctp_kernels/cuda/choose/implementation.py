@@ -47,7 +47,7 @@ Check = Callable[[Any], str | None]
 """Why a call cannot run so, or None."""
 
 
-Recipe = tuple[tuple[int, ...], tuple[Callable[[], Any] | None, ...], int, bool, bool]
+SiteForm = tuple[tuple[int, ...], tuple[Callable[[], Any] | None, ...], int, bool, bool]
 """How calls are made whose operands lie as a plan reads them: OPERANDS, MAKERS and RESULTS as `site.c` has them, then
 whether calls come after all that is in flight, or after gathers."""
 

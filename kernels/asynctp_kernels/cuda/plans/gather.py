@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from asynctp_kernels.cuda.checks import gathered_scaled_at_end
-from asynctp_kernels.cuda.choose.implementation import Recipe
+from asynctp_kernels.cuda.choose.implementation import SiteForm
 from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.cublas import matmul
@@ -107,7 +107,7 @@ class GatherPlan(Plan):
             results.append(call.all_row_numbers.view(*self.layout.full_shape[:-1], call.all_row_numbers.shape[-1]))
         return results
 
-    def recipe(self, lead: Sequence[int]) -> Recipe | None:
+    def site_form(self, lead: Sequence[int]) -> SiteForm | None:
         """How calls are made whose operands lie as they are read; None if results are views. lead: Not looked at."""
         if self.has_numbers and not self.scale_travels:
             return None

@@ -148,12 +148,12 @@ class GatherPush(GatherTransport):
             self.received_numbers = self._received(row_numbers.dtype, self.scale_offset, number_bytes, shape)
         signature = memory.signature(call.wire, PUSH)
         pieces = self.wire_chunks.pieces(copies)
-        scales = (self.scale_offset, number_bytes)
+        channel, scales = memory.gather_channel, (self.scale_offset, number_bytes)
         moves = PushMoves(self.inbox.peers, self.slot_bytes, self.wire_chunks, pieces, DATA, 0, signature, *scales)
-        self.play = memory.compiled(push_script(memory.landing, moves, lambda dst, piece: []))
-        self.clear = memory.compiled(clear_script(memory.landing))
+        self.play = memory.compiled(push_script(channel, moves, lambda dst, piece: []))
+        self.clear = memory.compiled(clear_script(channel))
         self.all_came = {
-            source: memory.compiled(arrived_script(memory.landing, source, MAX_CHUNKS - 1)) for source in self.sources
+            source: memory.compiled(arrived_script(channel, source, MAX_CHUNKS - 1)) for source in self.sources
         }
         self.came = {source: self._waits(source) for source in self.sources}
         self.gemm_clears = not self.keeps
@@ -210,7 +210,7 @@ class GatherPush(GatherTransport):
 
     def _waits(self, source: int) -> list[Player | None]:
         """Waits for each block of a source's rows: none where an earlier one was for as much."""
-        channel, players, known = self.memory.landing, list[Player | None](), -1
+        channel, players, known = self.memory.gather_channel, list[Player | None](), -1
         for block in range(self.outer):
             last = self.wire_chunks.covering((block + 1) * self.sizes.layout.inner * self.sizes.row_bytes)
             steps: list[Step] = arrived_script(channel, source, last)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from asynctp_kernels.cuda.checks import scattered_scaled_at_end
-from asynctp_kernels.cuda.choose.implementation import Recipe
+from asynctp_kernels.cuda.choose.implementation import SiteForm
 from asynctp_kernels.cuda.choose.tiles import Chunks, WireChunks
 from asynctp_kernels.cuda.choose.wire import PUSH
 from asynctp_kernels.cuda.facts import ReduceFacts
@@ -188,7 +188,7 @@ class ScatterPlan(Plan):
         a_scales, b_scales, biases = dense(call.a_scales), dense(call.b_scales), dense(call.biases)
         return call._replace(a_parts=a_parts, b_parts=b_parts, a_scales=a_scales, b_scales=b_scales, biases=biases)
 
-    def recipe(self, lead: Sequence[int]) -> Recipe:
+    def site_form(self, lead: Sequence[int]) -> SiteForm:
         """How calls are made whose operands lie as they are read. lead: Sizes of rows of an all-reduce; else empty."""
         shape = (*lead, self.staging_shape[-1])
         new_out = new_tensors(shape, self.wire_dtype, self.device) if lead else self.new_output
@@ -241,14 +241,14 @@ class PushedScatter(ScatterPlan):
         self.sums = self.inbox  # not used
         if self.shares:
             sums = [box + (world - 1) * self.part_bytes for box in inbox.peers]
-            self.sums, self.tell = sums[rank], memory.compiled(summed_script(memory.landing))
-            self.pull = memory.compiled(share_script(memory.landing, sums, self.part_bytes))
+            self.sums, self.tell = sums[rank], memory.compiled(summed_script(memory.gather_channel))
+            self.pull = memory.compiled(share_script(memory.gather_channel, sums, self.part_bytes))
         self.wire_chunks = WireChunks(self.part_bytes)
         pieces = [(first * self.row_bytes, end * self.row_bytes) for first, end in chunks.rows]
         sizes = (inbox.peers, self.part_bytes, self.wire_chunks, pieces)
         moves = PushMoves(*sizes, DATA, self.part_bytes, memory.signature(call.wire, PUSH))
-        self.play = memory.compiled(push_script(memory.channel, moves, self.ready))
-        self.await_parts = memory.compiled(parts_script(memory.channel))
+        self.play = memory.compiled(push_script(memory.scatter_channel, moves, self.ready))
+        self.await_parts = memory.compiled(parts_script(memory.scatter_channel))
         self._compile_reduction(call, reduce_warps)
 
     def progress(self, dst: int, chunk: int) -> int:

@@ -1,6 +1,6 @@
 """A group agrees once, at its first call, on all that decides what travels; else all its ranks run the plain program.
 
-    facts_of ─▶ Facts ─exchange─▶ every rank's ─settle─▶ Settled, the same on every rank ─▶ the table to choose by
+    rank_facts ─▶ RankFacts ─exchange─▶ every rank's ─settle─▶ Settled, the same on every rank ─▶ the table to choose by
 
 | Ranks differ in | What becomes of the group |
 |---|---|
@@ -38,7 +38,7 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankFacts:
     """The facts about one rank, all as text.
 
     Attributes:
@@ -66,11 +66,11 @@ class Facts:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> Facts:
+    def from_json(text: str) -> RankFacts:
         """The facts of a rank that may have another version of this package, which knows more facts, or fewer."""
         given = json.loads(text)
-        known = {each.name for each in fields(Facts)}
-        return Facts(**{name: str(value) for name, value in given.items() if name in known})
+        known = {each.name for each in fields(RankFacts)}
+        return RankFacts(**{name: str(value) for name, value in given.items() if name in known})
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ _REQUIRED = {
 }
 
 
-def facts_of(index: int | None, *, with_table: bool = True) -> Facts:
+def rank_facts(index: int | None, *, with_table: bool = True) -> RankFacts:
     """The facts about this rank, on GPU `index`.
 
     Raises:
         ValueError: The tuning table is damaged.
     """
     capability, processors, name = driver.machine(index)
-    return Facts(
+    return RankFacts(
         host=host_name(),
         boot=boot_id(),
         gpu=f"{name}, {processors} SMs, compute capability {'.'.join(map(str, capability))}",
@@ -120,12 +120,12 @@ def facts_of(index: int | None, *, with_table: bool = True) -> Facts:
     )
 
 
-def exchange(board: Meeting, facts: Facts) -> list[Facts]:
+def exchange(board: Meeting, facts: RankFacts) -> list[RankFacts]:
     """Every rank's facts, in rank order. Collective."""
-    return [Facts.from_json(text) for text in board.exchange("facts", facts.to_json())]
+    return [RankFacts.from_json(text) for text in board.exchange("facts", facts.to_json())]
 
 
-def settle(found: Sequence[Facts]) -> Settled:
+def settle(found: Sequence[RankFacts]) -> Settled:
     """The outcome for a group of these ranks."""
     asked = all(facts.implementation != UNKNOWN for facts in found)  # another version need not tell
     if asked and (differ := _differ(found, "implementation")):
@@ -145,7 +145,7 @@ def enroll(board: Meeting, name: str, index: int | None) -> tables.Table:
         ValueError: The ranks force unlike implementations; all of them raise it.
         NotEnrolled: They differ in what they must share; all of them raise it.
     """
-    settled = settle(exchange(board, facts_of(index)))
+    settled = settle(exchange(board, rank_facts(index)))
     if settled.error:
         raise ValueError(settled.error)
     if settled.refused:
@@ -190,7 +190,7 @@ def _access(one: int, other: int) -> bool:
     return bool(torch.cuda.can_device_access_peer(one, other))
 
 
-def _hosts(found: Sequence[Facts]) -> str:
+def _hosts(found: Sequence[RankFacts]) -> str:
     """Say why ranks of several machines cannot share memory; torch's rendezvous would not."""
     hosts = sorted({facts.host for facts in found})
     if len(hosts) > 1:
@@ -200,14 +200,14 @@ def _hosts(found: Sequence[Facts]) -> str:
     return ""
 
 
-def _versions(found: Sequence[Facts]) -> str:
+def _versions(found: Sequence[RankFacts]) -> str:
     for fact, (what, remedy) in _REQUIRED.items():
         if differ := _differ(found, fact):
             return f"its ranks have {what} ({differ}); {remedy}"
     return ""
 
 
-def _differ(found: Sequence[Facts], fact: str) -> str:
+def _differ(found: Sequence[RankFacts], fact: str) -> str:
     """The values of a fact, each with its ranks, as "ranks 0, 2: auto; rank 1: fused"; empty where all are alike."""
     ranks: dict[str, list[int]] = {}
     for rank, facts in enumerate(found):

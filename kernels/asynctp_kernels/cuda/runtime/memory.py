@@ -362,12 +362,12 @@ class GroupMemory:
         return self._words(2)
 
     @property
-    def channel(self) -> Channel:
+    def scatter_channel(self) -> Channel:
         """The words of what a scatter pushes."""
         return Channel(self.rank, self.world, self.full.at, self.free.at, self.awaited.data_ptr())
 
     @property
-    def landing(self) -> Channel:
+    def gather_channel(self) -> Channel:
         """The words of what a gather pushes."""
         return Channel(self.rank, self.world, self.landed.at, self.free.at, self.awaited.data_ptr())
 

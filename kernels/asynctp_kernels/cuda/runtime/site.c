@@ -529,7 +529,7 @@ static PyObject *call_holds(PyObject *self, PyObject *unused)
 }
 
 /* --- a wait ------------------------------------------------------------------------------------------------------ */
-/* What waits are made with: the fields of a tuple (`moves.landing`). */
+/* What waits are made with: the fields of a tuple (`moves.bound_land`). */
 enum {
     IN_FLIGHT, FUNCTIONS, /* a dictionary (`moves.flying`), a buffer: `Driver` */
     CURRENT,              /* what gives the current stream of the device of an index */
@@ -579,8 +579,8 @@ static PyObject *land(PyObject *fields, PyObject *result)
 
 static PyMethodDef land_function = {"land", land, METH_O, NULL};
 
-/* landing(fields) -> land */
-static PyObject *landing(PyObject *self, PyObject *fields)
+/* bound_land(fields) -> land */
+static PyObject *bound_land(PyObject *self, PyObject *fields)
 {
     if (!PyTuple_CheckExact(fields) || PyTuple_GET_SIZE(fields) != RAISE + 1)
         return PyErr_Format(PyExc_ValueError, "a wait has %d fields", RAISE + 1);
@@ -604,7 +604,7 @@ static PyType_Slot call_slots[] = {
 static PyType_Spec call_spec = {
     "asynctp_site.Call", sizeof(Call), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, call_slots};
 
-static PyMethodDef functions[] = {{"landing", landing, METH_O, NULL}, {NULL}};
+static PyMethodDef functions[] = {{"bound_land", bound_land, METH_O, NULL}, {NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "asynctp_site", NULL, -1, functions};
 
 PyMODINIT_FUNC PyInit_asynctp_site(void)
