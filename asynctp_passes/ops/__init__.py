@@ -11,14 +11,10 @@ Scales of the matmuls are optional arguments (`calls`).
 All are functional: they return fresh, contiguous, ordinary memory, never an alias of an input or of a
 communication buffer. Importing this module registers them.
 
-`all_keep` of the gathers tells that every rank of the group returns the gathered A in this call, so that it is pulled
-to its place instead of pushed to an inbox first. It must be the same on all ranks; None stands for `return_a_full`.
-
 Which implementation runs is chosen at run time and never silently: `explain` names it for a call. On CUDA it is the
-fastest of `asynctp_kernels.cuda`, or the sequential program of `asynctp_passes.ops.reference`. On CPU
-`ASYNCTP_CPU_IMPLEMENTATION` chooses between that program and the Triton kernels of `asynctp_kernels` under
-TRITON_INTERPRET=1; a call that those do not support raises. The environment is read once, at the first call; `refresh`
-reads it again.
+fastest of `asynctp_kernels.cuda`, or the reference program. On CPU `ASYNCTP_CPU_IMPLEMENTATION` chooses between that
+program and the Triton kernels of `asynctp_kernels` under TRITON_INTERPRET=1; a call that those do not support raises.
+The environment is read once, at the first call; `refresh` reads it again.
 """
 
 from __future__ import annotations

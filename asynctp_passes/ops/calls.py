@@ -35,7 +35,8 @@ class GatherCall(NamedTuple):
         use_fast_accum: fp8 matmuls may be summed with less than float32's precision.
         along_shard: float32, one number per row of the shard (`[*, M/W, *, 1]`), with scales that are not gathered:
             gathered too, and returned last.
-        all_keep: Every rank keeps the gathered A, the same on all ranks; None: as `return_a_full`.
+        all_keep: Every rank keeps the gathered A, so that it is pulled to its place; the same on all ranks. None: as
+            `return_a_full`.
         b_rows: For each B `first`, `end` and `every`, without scales: of each run of `every` rows of the gathered A it
             multiplies those from `first` to `end`, and its result is a matrix of these. None: each takes all rows.
         accord: What all ranks have agreed that this graph does otherwise than its program, as a number; 0: nothing.

@@ -6,7 +6,7 @@
     host      memory that processes of one host share   interpreter, shard_layout, errors
 
 Where Triton interprets (TRITON_INTERPRET=1 before it is imported), `cuda` runs on CPU tensors: the same plans, scripts
-and kernels, with processes of one host for GPUs. The semantics of every op are those of the sequential program.
+and kernels, with processes of one host for GPUs. What an op computes is said by `asynctp_passes.ops.reference`.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_a_new_matmul_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_new_implementation_is_its_plan_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is chosen where it is the cheapest, refused by its own checks, and its plan is made."""
     pytest.importorskip("triton")
-    from asynctp_kernels.cuda import explanation, implementations
+    from asynctp_kernels.cuda import choices, implementations
     from asynctp_kernels.cuda.choose.implementation import Implementation
     from asynctp_kernels.cuda.choose.wire import DIRECT
     from asynctp_kernels.cuda.facts import GatherFacts
@@ -83,16 +83,16 @@ def test_a_new_implementation_is_its_plan_and_a_row(monkeypatch: pytest.MonkeyPa
             return 0.5
 
     monkeypatch.setitem(implementations.ENTRIES, "gather", (Mine, *implementations.ENTRIES["gather"]))
-    monkeypatch.setattr(explanation.driver, "machine", lambda device: ((9, 0), 132, "NVIDIA H100 80GB HBM3"))
+    monkeypatch.setattr(choices.driver, "machine", lambda device: ((9, 0), 132, "NVIDIA H100 80GB HBM3"))
 
     a, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((4, 64), (64, 72)))
     bias = torch.empty(72, dtype=torch.bfloat16, device="meta")
     plain, added = (GatherFacts(a, [w], [one], 0, False, 2) for one in (None, bias))
-    choice = explanation.choice_for(plain)
+    choice = choices.choice_for(plain)
     assert choice.implementation == "mine"
     plan = implementations.make_plan(plain, None, choice)  # type: ignore[arg-type]
     assert isinstance(plan, Mine)
     assert plan.call is plain
-    refused = explanation.choice_for(added)
+    refused = choices.choice_for(added)
     assert refused.refused["mine"] == "a bias, which it does not add"
     assert refused.implementation != "mine"

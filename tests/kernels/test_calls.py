@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from asynctp_kernels import cuda
 from asynctp_kernels.cuda.facts import facts_of
-from asynctp_kernels.cuda.plans.own_program import SequentialProgram
+from asynctp_kernels.cuda.plans.reference_program import SequentialProgram
 from cuda_stubs import Machine, machine
 from plan_runs import RANK, WORLD
 

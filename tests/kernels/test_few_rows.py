@@ -17,9 +17,9 @@ from profiles import thorough
 pytest.importorskip("triton")
 
 from asynctp_kernels.cuda.checks import refusals
+from asynctp_kernels.cuda.choices import choice_for
 from asynctp_kernels.cuda.choose.tiles import FewRowsTiles, few_rows_is_faster, few_rows_tiles
 from asynctp_kernels.cuda.choose.wire import INVARIANT
-from asynctp_kernels.cuda.explanation import choice_for
 from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.few_rows import FewRows, takes
 from asynctp_kernels.cuda.implementations import ENTRIES

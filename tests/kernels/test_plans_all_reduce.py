@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
-from asynctp_kernels.cuda import explanation, moves, plan_cache
+from asynctp_kernels.cuda import choices, moves, plan_cache
 from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS
 from asynctp_kernels.cuda.choose.wire import PUSH, Wire
 from asynctp_kernels.cuda.facts import ReduceFacts, part_rows
@@ -400,7 +400,7 @@ def test_the_current_device_has_to_be_that_of_the_tensors(here: Machine) -> None
 def test_a_group_chooses_by_the_table_that_it_agreed_on(here: Machine) -> None:
     here.kernels.clear()
     call = gather_call((4096,), 512, (72,))
-    (*_, name), problem = cuda.runtime.driver.machine(0), explanation.problem_for(call)
+    (*_, name), problem = cuda.runtime.driver.machine(0), choices.problem_for(call)
     for wanted in ("decomposed", "fused"):
         here.memory.plans.clear()
         here.memory.table = {name: {problem.key: {str(problem.rows): wanted}}}

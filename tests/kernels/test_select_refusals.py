@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from asynctp_kernels.cuda import explanation
+from asynctp_kernels.cuda import choices
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.select import WHOLE
 from asynctp_kernels.cuda.choose.wire import (
@@ -424,7 +424,7 @@ def test_each_implementation_has_its_transports(name: str, transport: str) -> No
 
 
 def facts_of(op: str, args: tuple[Any, ...]) -> GatherFacts | ReduceFacts:
-    return explanation.facts_of(call_of(op, *args), 4)
+    return choices.facts_of(call_of(op, *args), 4)
 
 
 def test_a_converted_product_travels_in_the_dtype_of_the_collective() -> None:

@@ -55,7 +55,7 @@ CUDA_ROWS = (
     ("checks",),
     ("plans",),
     ("implementations",),
-    ("explanation", "groups", "plan_cache"),
+    ("choices", "groups", "plan_cache"),
     ("moves",),
     ("calls",),
     ("bound_calls",),

@@ -1,10 +1,10 @@
 """The fused ops on NVIDIA GPUs: `run` runs a call, `explain` says how.
 
-    calls             run a fused call                 groups       the memory of a group
-    bound_calls       one whose plan is found once
-    moves             collectives without a matmul     plan_cache   plans that were made
-    explanation       how a call would be run        facts        what decides it
-    implementations   the table of all of them, and `checks`, the checks of their refusals
+    calls             run a fused call               groups       the memory of a group
+    bound_calls       one whose plan is found once   plan_cache   plans that were made
+    moves             collectives without a matmul   facts        what decides how a call is run
+    choices           how a call is run, and why     checks       why an implementation cannot run it
+    implementations   the table of all of them
 
 This module only gives their public names.
 """
@@ -15,10 +15,10 @@ import sys
 
 from asynctp_kernels.cuda.bound_calls import bind
 from asynctp_kernels.cuda.calls import run
+from asynctp_kernels.cuda.choices import choice_for, explain, problem_of, variant_reason
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.implementation import Choice
 from asynctp_kernels.cuda.choose.select import forced
-from asynctp_kernels.cuda.explanation import choice_for, explain, problem_of, variant_reason
 from asynctp_kernels.cuda.groups import last_implementation, memory_outlook, release, shared_bytes
 from asynctp_kernels.cuda.moves import (
     Mover,

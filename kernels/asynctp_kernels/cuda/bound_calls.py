@@ -22,7 +22,7 @@ from asynctp_kernels.cuda.moves import flying, moved, wait_for
 from asynctp_kernels.cuda.moves import plan_of as plan_of_collective
 from asynctp_kernels.cuda.moves import rows_of as rows_of_shards
 from asynctp_kernels.cuda.plans.collectives import BulkGather, BulkScatter
-from asynctp_kernels.cuda.plans.own_program import OwnProgram
+from asynctp_kernels.cuda.plans.reference_program import ReferenceProgram
 from asynctp_kernels.cuda.runtime import edited
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory
@@ -32,7 +32,7 @@ __all__ = ["Bound", "BoundCall", "BoundCollective", "bind"]
 
 
 def bind(call: Any) -> Any:
-    """The call that its op has just made, bound; None where its own program ran it, or nothing here did.
+    """The call that its op has just made, bound; None where the reference program ran it, or nothing here did.
 
     Args:
         call: The op's arguments. Its group has a name: a bound call keeps no group.
@@ -45,7 +45,7 @@ def bind(call: Any) -> Any:
         return None
     is_fused = hasattr(call, "bs") or hasattr(call, "b_parts")
     plan = plan_of(call, memory) if is_fused else plan_of_collective(call, memory)
-    if plan is None or isinstance(plan, OwnProgram):
+    if plan is None or isinstance(plan, ReferenceProgram):
         return None
     if isinstance(plan, BulkGather | BulkScatter) and getattr(call, "copy", False):
         return None  # torch's `wait_tensor` completes it

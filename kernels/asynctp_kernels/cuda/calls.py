@@ -1,8 +1,11 @@
 """The fused calls: matmuls with the collective before or after them.
 
 Each has a wire, made of facts that all ranks share (`wire`), and an implementation, which is a rank's own (`select`): a
-plan that is run here, or `OwnProgram`: the call's own program makes the matmuls, and has `moves.Mover` move data on the
-same wire.
+plan, or `ReferenceProgram`, by which the op's reference program makes the matmuls, and `moves.Mover` moves the data.
+
+    run ─▶ groups.memory_for ─▶ the plan, found by its key       ─▶ plan.run ─▶ GroupMemory.call ─▶ plan.enqueue
+                                  or made: choices.choice_for,                                   or its graph
+                                  implementations.make_plan
 
 A call is an object with the arguments of its op as attributes (`asynctp_passes.ops.calls`). What decides its plan is
 `facts`.
@@ -15,15 +18,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from asynctp_kernels.cuda.choices import choice_for
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.wire import INVARIANT
-from asynctp_kernels.cuda.explanation import choice_for
 from asynctp_kernels.cuda.facts import as_rows, facts_of, flat, nonunit
 from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
 from asynctp_kernels.cuda.implementations import make_plan
 from asynctp_kernels.cuda.moves import Mover, check_or_skip, check_taking_part
 from asynctp_kernels.cuda.plan_cache import MISSING, keys_of, store_plan
-from asynctp_kernels.cuda.plans.own_program import OwnProgram
+from asynctp_kernels.cuda.plans.reference_program import ReferenceProgram
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.torch_private import group_resolver
 
@@ -43,7 +46,7 @@ def run(call: Any, check: CheckCall, program: Program) -> Any:
     Args:
         call: The op's arguments.
         check: Validates a call's arguments. It is called once per plan, not once per call, and always before `program`.
-        program: Makes a call's results with a group's collectives, where no implementation here does.
+        program: The op's reference program, for calls that no plan here runs. Its collectives are the `Mover`'s.
 
     Returns:
         The op's results.
@@ -70,7 +73,7 @@ def run(call: Any, check: CheckCall, program: Program) -> Any:
         plan = store_plan(memory, key, _plan(call, memory))
     memory.last_implementation = plan.name
     made[call.op, plan.name] += 1
-    if isinstance(plan, OwnProgram):
+    if isinstance(plan, ReferenceProgram):
         return program(call, Mover(group, kept_by_all, call.accord))
     found = fail_group_on_error(memory, plan.run, *operands) if plan.uses_memory else plan.run(*operands)
     if gathers or call.scatter_dim is not None or first.ndim == 2:
@@ -79,7 +82,7 @@ def run(call: Any, check: CheckCall, program: Program) -> Any:
 
 
 def refuse_variant(call: Any, world: int) -> None:
-    """Refuse a batch-invariant call of a group that has no memory: its own program would run.
+    """Refuse a batch-invariant call of a group that has no memory: the reference program would run.
 
     Raises:
         RuntimeError: It is one.

@@ -15,7 +15,7 @@ from asynctp_kernels.cuda.facts import Facts
 from asynctp_kernels.cuda.plans.decomposed import DecomposedAllReduce, DecomposedGather, DecomposedScatter
 from asynctp_kernels.cuda.plans.direct import DirectAllReduce, DirectGather, DirectScatter
 from asynctp_kernels.cuda.plans.fused import FusedAllReduce, FusedGather, FusedScatter
-from asynctp_kernels.cuda.plans.own_program import SequentialAllReduce, WholeProgram
+from asynctp_kernels.cuda.plans.reference_program import SequentialAllReduce, WholeProgram
 from asynctp_kernels.cuda.plans.sequential import SequentialGather, SequentialScatter
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 

@@ -17,8 +17,8 @@ from asynctp_kernels.cuda.facts import Facts, GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul
 from asynctp_kernels.cuda.plans.gather import WholeGather
 from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
-from asynctp_kernels.cuda.plans.own_program import SequentialProgram
 from asynctp_kernels.cuda.plans.plan import Plan
+from asynctp_kernels.cuda.plans.reference_program import SequentialProgram
 from asynctp_kernels.cuda.plans.scatter import WholeScatter
 from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -27,7 +27,7 @@ from asynctp_kernels.torch_private import gather_into, scatter_into
 
 
 class _Sequential(Plan):
-    """A plan of one collective of NCCL's, and cuBLAS on rows as they lie; a call that is none has its own program run.
+    """A plan of one collective of NCCL's, and cuBLAS on rows as they lie; other calls run the reference program.
 
     takes: Why cuBLAS does not make a call's matmuls.
     """

@@ -1,4 +1,4 @@
-"""In place of a plan: the call's own program makes the matmuls, and `moves.Mover` moves data where it has a wire."""
+"""In place of a plan: the op's reference program makes the matmuls, and `moves.Mover` moves data on a wire, if any."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from asynctp_kernels.cuda.choose.implementation import Implementation
 from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN, PULL, PUSH
 
 
-class OwnProgram(Implementation):
-    """A plan that prepares nothing: the op's own program runs."""
+class ReferenceProgram(Implementation):
+    """A plan that prepares nothing: the op's reference program runs."""
 
     uses_memory: ClassVar[bool] = False
 
@@ -20,7 +20,7 @@ class OwnProgram(Implementation):
         pass
 
 
-class WholeProgram(OwnProgram):
+class WholeProgram(ReferenceProgram):
     """A plan for calls whose matmuls no kernel supports: asynctp moves the data, PyTorch multiplies."""
 
     name = "whole"
@@ -28,7 +28,7 @@ class WholeProgram(OwnProgram):
     refuses = (program_may_multiply,)
 
 
-class SequentialProgram(OwnProgram):
+class SequentialProgram(ReferenceProgram):
     """A plan without asynctp's wire: NCCL moves the data, PyTorch multiplies."""
 
     name = "sequential"

@@ -1,4 +1,4 @@
-"""How a call would be run, and why."""
+"""How a call is run, and why: `calls` makes its plan by that, and `explain` shows it."""
 
 from __future__ import annotations
 
