@@ -22,6 +22,7 @@ from asynctp_kernels.cuda.choose.wire import (
     Wire,
 )
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
+from asynctp_kernels.cuda.gemm import cublas
 from asynctp_kernels.cuda.gemm.gemm import NOT_TUNED
 from asynctp_kernels.cuda.implementations import IMPLEMENTATIONS
 from selections import (
@@ -44,6 +45,8 @@ from selections import (
     problem,
     weight,
 )
+
+from asynctp_passes.ops import recipes
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------
@@ -425,6 +428,11 @@ def test_each_implementation_has_its_transports(name: str, transport: str) -> No
 
 def facts_of(op: str, args: tuple[Any, ...]) -> GatherFacts | ReduceFacts:
     return choices.facts_of(call_of(op, *args), 4)
+
+
+def test_the_kernels_know_all_recipes_of_blocks() -> None:
+    """Scales that they do not know would be taken for those of rows."""
+    assert {recipe.names for recipe in recipes.IN_BLOCKS} == set(cublas.IN_BLOCKS)
 
 
 def test_a_converted_product_travels_in_the_dtype_of_the_collective() -> None:
