@@ -13,14 +13,12 @@ from asynctp_passes.ir.calls import Blocks, Matmul, ScaledOptions
 from asynctp_passes.ir.nodes import called_name, tensor_of
 from asynctp_passes.ir.registry import SCALED_MM, MatmulOp
 from asynctp_passes.ir.sizes import identical
-from asynctp_passes.ops.recipes import BLOCK, IN_BLOCKS, Cover, Recipe, blocks_in
+from asynctp_passes.ops.recipes import BLOCK, IN_BLOCKS, Cover, Recipe, blocks_in, padded
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import fx_graphs
 
 _SCALINGS = ("TensorWise", "RowWise", "BlockWise1x16", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
 """`torch.nn.functional.ScalingType`, by its values."""
-_TOGETHER = 4
-"""cuBLAS reads the scales of 128x128 blocks in so many at a time: along K, they are padded to a multiple."""
 
 
 def read_scales(
@@ -72,7 +70,7 @@ def _are_blocks(a: list[Any], b: list[Any], a_scale: list[Any], b_scale: list[An
         return any(identical(size, other) for other in sizes)
 
     a_fits = identical(a_scale[1], blocks) and one_of(a_scale[0], rows, _in_blocks(rows))
-    return a_fits and one_of(b_scale[0], blocks, _padded(blocks)) and one_of(b_scale[1], columns, _in_blocks(columns))
+    return a_fits and one_of(b_scale[0], blocks, padded(blocks)) and one_of(b_scale[1], columns, _in_blocks(columns))
 
 
 def _blocks(recipes: Iterable[Recipe], operands: tuple[torch.Tensor, ...], *, by_name: bool) -> Blocks | None:
@@ -120,24 +118,20 @@ def _shaped_fit(scale: torch.Tensor, cover: Cover, outer: Any, along: int) -> bo
         return False
     if cover.lines == 1:
         return identical(scale.shape[0], outer)
-    padded = along == _padded(along) or identical(scale.shape[0], 1) or identical(scale.stride(0), _padded(along))
-    return padded and identical(scale.shape[0], _in_blocks(outer, cover.lines))
+    fits = along == padded(along) or identical(scale.shape[0], 1) or identical(scale.stride(0), padded(along))
+    return fits and identical(scale.shape[0], _in_blocks(outer, cover.lines))
 
 
 def _named_fit(scale: torch.Tensor, cover: Cover, outer: Any, along: int) -> bool:
     """True for the scales of a matrix `[outer, K]` as `scaled_mm` has them: so too, or padded and transposed."""
     if cover.lines == 1:
         return identical(scale.shape[0], outer) and identical(scale.shape[1], along)
-    return identical(scale.shape[0], _padded(along)) and identical(scale.shape[1], _in_blocks(outer, cover.lines))
+    return identical(scale.shape[0], padded(along)) and identical(scale.shape[1], _in_blocks(outer, cover.lines))
 
 
 def _in_blocks(size: Any, lines: int = BLOCK) -> int | None:
     """Blocks of so many lines in a size; None for a symbolic one."""
     return blocks_in(size, lines) if isinstance(size, int) else None
-
-
-def _padded(blocks: int) -> int:
-    return blocks_in(blocks, _TOGETHER) * _TOGETHER
 
 
 def _told(values: dict[str, Any]) -> str:

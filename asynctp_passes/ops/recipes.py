@@ -112,3 +112,8 @@ def _covers_b(cover: Cover, scale: Tensor, b: Sequence[int]) -> bool:
 def blocks_in(size: int, block: int = BLOCK) -> int:
     """Blocks in a size, the last maybe not whole."""
     return -(-size // block)
+
+
+def padded(blocks: int) -> int:
+    """So many 128x128 blocks along K, with those that pad their scales: cuBLAS reads four at a time."""
+    return 4 * blocks_in(blocks, 4)

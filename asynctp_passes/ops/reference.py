@@ -32,7 +32,7 @@ from asynctp_passes.ops.plain_collectives import (
     gather_with,
     reduce_scatter,
 )
-from asynctp_passes.ops.recipes import BLOCK, FP8_DTYPES, Recipe, blocks_in, recipe_of
+from asynctp_passes.ops.recipes import BLOCK, FP8_DTYPES, Recipe, padded, recipe_of
 from asynctp_passes.torch_private import torch_ops
 
 
@@ -191,9 +191,9 @@ def _columns_first(scale: Tensor) -> Tensor:
 def _padded_columns(scale: Tensor) -> Tensor:
     """Scales of 128x128 blocks as torch wants them: [K/128, *], columns contiguous, padded to a multiple of 4 rows."""
     depth, columns = scale.shape
-    padded = scale.new_zeros((columns, blocks_in(depth, 4) * 4)).t()
-    padded[:depth].copy_(scale)
-    return padded
+    out = scale.new_zeros((columns, padded(depth))).t()
+    out[:depth].copy_(scale)
+    return out
 
 
 def _finish(

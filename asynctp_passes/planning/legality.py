@@ -21,15 +21,13 @@ from asynctp_passes.ir.sizes import Sizes, are_one, express, identical
 from asynctp_passes.ir.traversal import draws
 from asynctp_passes.matching.chains import Candidate, GatherChain
 from asynctp_passes.matching.near_miss import to_register
-from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
+from asynctp_passes.ops.checks import EXTREMES, PLAIN_DTYPES, REDUCE_OPS, SCALED_OUT_DTYPES
+from asynctp_passes.ops.recipes import FP8_DTYPES
 from asynctp_passes.planning.cost_model import bytes_of, cost_of, hoist_pays
 from asynctp_passes.planning.deviations import LOCAL, Words
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import fx_graphs, symbolic_sizes
 
-_PLAIN_DTYPES = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
-_FP8_DTYPES = {torch.float8_e4m3fn, torch.float8_e5m2}
-_OUT_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 _DEVICES = {"cuda", "cpu"}
 CONTRACTION_LIMIT = 64 << 20
 """Bytes over all ranks that kernels gather along the contraction or scatter by columns: their `DIRECT_LIMIT`."""
@@ -38,10 +36,8 @@ SMALL_BYTES = 256 << 10
 
 One of more is left alone also when small ones become one: its time is bandwidth, and a copy would cost more.
 """
-_EXTREME_DTYPES = {
-    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
-}
+_SUMMED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_EXTREME_DTYPES = (*PLAIN_DTYPES, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
 _INT32_LIMIT = (1 << 31) - (1 << 16)
 """Bytes from which torch has a call of a rank: what kernels count in."""
 
@@ -177,7 +173,7 @@ def can_be_alone(collective: Collective) -> bool:
 
 def can_scatter(collective: Collective) -> bool:
     """True for a reduction of a dtype in which torch and asynctp reduce-scatter on all devices."""
-    return value_of(collective.source).dtype in _PLAIN_DTYPES
+    return value_of(collective.source).dtype in PLAIN_DTYPES
 
 
 def blind_calls(collectives: Iterable[Collective], config: Config) -> list[Collective]:
@@ -201,7 +197,7 @@ def _is_compared(collective: Collective, config: Config) -> bool:
         return own is None or 0 < own < _INT32_LIMIT
     if collective.reduce_op in EXTREMES:
         return own is not None and 0 < own <= SMALL_BYTES and dtype in _EXTREME_DTYPES
-    if dtype not in _OUT_DTYPES:
+    if dtype not in _SUMMED_DTYPES:
         return False
     limit = CONTRACTION_LIMIT // 2 if kind == "all_reduce" else CONTRACTION_LIMIT
     even = symbolic_sizes.statically_known_multiple(value_of(collective.input).numel(), 16 * ranks // dtype.itemsize)
@@ -387,13 +383,13 @@ def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:
 def _plain_fits(a: torch.dtype, b: torch.dtype, results: set[torch.dtype], gathers: bool) -> bool:
     """True for operands and results of one dtype; and for int8 that is gathered, whose products are int32."""
     of_int8 = gathers and a == torch.int8 and results == {torch.int32}
-    return a == b and (of_int8 or (a in _PLAIN_DTYPES and results == {a}))
+    return a == b and (of_int8 or (a in PLAIN_DTYPES and results == {a}))
 
 
 def _scaled_fits(matmul: Matmul, a: torch.dtype, b: torch.dtype, results: set[torch.dtype]) -> bool:
     """True for fp8 operands, of either kind; for int8; and for other products that are scaled after they are made."""
-    after = a == b and (a == torch.int8 or (bool(matmul.epilogue) and a in _OUT_DTYPES))
-    return results <= _OUT_DTYPES and ({a, b} <= _FP8_DTYPES or after)
+    after = a == b and (a == torch.int8 or (bool(matmul.epilogue) and a in SCALED_OUT_DTYPES))
+    return results <= {*SCALED_OUT_DTYPES} and ({a, b} <= {*FP8_DTYPES} or after)
 
 
 def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
