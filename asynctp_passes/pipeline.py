@@ -47,7 +47,7 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
 
 
 def communicates(graph: fx.Graph) -> bool:
-    """False for a graph in which nothing communicates with other ranks: there is nothing to do in it."""
+    """False for a graph in which nothing communicates with other ranks; True where that cannot be found out."""
     found: list[fx.Node] | None = None
     with contained("look for collectives"):
         found = communications(graph.nodes)

@@ -1,8 +1,4 @@
-"""Match a gather: prove the chains of the matmuls that take it, with gathers of scales that can travel along. Pure.
-
-gather    shard → all_gather → wait → view* → {mm, addmm, _scaled_mm}+
-gather    shard → all_gather → wait → {view, row-wise op}* → {mm, addmm, _scaled_mm}+     (`shard_region`)
-"""
+"""Match a gather: prove the chains of the matmuls that take it, with gathers of scales that can travel along. Pure."""
 
 from __future__ import annotations
 

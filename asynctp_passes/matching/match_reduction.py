@@ -1,8 +1,6 @@
 """Match a reduction: prove that it reduces a sum of matmuls, arranged by rank, or say why not. Pure.
 
-scatter   {mm, addmm, _scaled_mm (× scales)}+ → view* → (add → view*)* → {reduce_scatter, all_reduce} → wait
-          where products of 16 bits may be converted to float32 on the way, and other tensors may be added; and rows of
-          zeros may be put behind the sum, to be reduce-scattered (`padding`)
+`find` shows the form. Rows of zeros may be put behind the sum, to be reduce-scattered (`padding`).
 """
 
 from __future__ import annotations

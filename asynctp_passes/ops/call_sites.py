@@ -6,9 +6,8 @@
 
 The first call is the op's. Where kernels made it, the site has its plan from then on (`asynctp_kernels.cuda.bind`), and
 calls do without torch's dispatcher, arguments that do not change, and the look-up of the plan. What may change is
-looked at in each call: sizes that are not constant, who watches, the group of the name and its memory, the device, and
-whether a capture is under way. Where anything is otherwise, the call is one of the op: the same kernels run, in the
-same order. A site keeps no process group, and no memory of one.
+looked at in each call. Where anything is otherwise, the call is one of the op: the same kernels run, in the same order.
+`docs/internals/protocol.md` has more ("Calls from generated code").
 
 The code may come out of Inductor's caches, in another process; binding touches no group and no GPU.
 """

@@ -92,7 +92,7 @@ def matmuls_for(call: Matrices, invariant: bool, factor: float = 1.0, fast: bool
     if invariant:
         return own_matmul(call, factor, fast)
     if takes(call, fast):
-        return FewRows(call, factor)
+        return FewRows(call, factor, fast)
     return free_matmuls(call, fast) if factor == 1 else None
 
 

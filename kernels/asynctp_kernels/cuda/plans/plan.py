@@ -41,4 +41,4 @@ class Plan(Implementation):
         if not self.is_dense or misaligned(addresses):
             call = self.with_kernel_layout(call)
             addresses = call.addresses()
-        self.memory.call(stream, self, call, addresses, self.waits_for_in_flight, self.reads_landed)
+        self.memory.call(stream, self, call, addresses)

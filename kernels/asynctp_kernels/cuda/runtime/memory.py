@@ -294,29 +294,19 @@ class GroupMemory:
         if capture == self.capture:
             driver.wait_event(stream, landed)
 
-    def call(
-        self,
-        stream: int,
-        plan: Any,
-        call: Any,
-        addresses: tuple[int, ...],
-        land: bool = False,
-        land_gathers: bool = False,
-    ) -> None:
+    def call(self, stream: int, plan: Any, call: Any, addresses: tuple[int, ...]) -> None:
         """Make a call that `stream` waits for.
 
         Args:
             stream: Where it is made.
             plan, call: What it does: `plan.enqueue(stream, call)`, or a launch of `plan.graph`.
             addresses: Of the call's tensors.
-            land: The call comes after everything that this group has in flight.
-            land_gathers: The call comes after the gathers that this group has in flight.
         """
         with self.turn:
             self.begin(stream)
-            if land:
+            if plan.waits_for_in_flight:
                 self.land(stream)
-            elif land_gathers:
+            elif plan.reads_landed:
                 self.land_gathers(stream)
             self.run(stream, plan, call, addresses)
             self.ended(stream)
