@@ -64,9 +64,9 @@ _reports: collections.deque[Report] = collections.deque(maxlen=_KEPT_REPORTS)
 def reports() -> tuple[Report, ...]:
     """The reports of this process's compiles, newest last: one per graph, so forward and backward apart.
 
-    Graphs without any collective give none; that torch broke one at a collective or at a matmul, which then is in
-    none, is logged. A graph that Inductor took from its cache was not compiled, so the pass did not run: its report is
-    the one of the compile that filled the cache, with `from_cache=True`. Holds the newest 4096.
+    Graphs without any collective give none. Where torch broke one at a collective or at a matmul, which then is in no
+    graph, that is logged. A graph that Inductor took from its cache was not compiled, so the pass did not run: its
+    report is the one of the compile that filled the cache, with `from_cache=True`. Holds the newest 4096.
     """
     _publish_cached(None)
     if hidden := hidden_calls():
@@ -135,7 +135,7 @@ class _OwnPass:
 
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[Callable[[Report | None], None]]:
-        """Run what reports on failures of asynctp's only: a report that is handed over, or that of a `StrictError`."""
+        """Run a pass that reports on failures only: publish what it hands over, or the report of a `StrictError`."""
 
         def publish(report: Report | None) -> None:
             if report is not None:

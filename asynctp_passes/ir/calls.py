@@ -17,9 +17,9 @@ from asynctp_passes.torch_private import fx_graphs
 class Collective:
     """One collective node, read once.
 
-    `input → node → waits`; `group` is the FX argument (a name, or a node that carries a process group),
-    `group_key` the name that identifies it, and `group_size` its number of ranks, 0 where that is unknown (an
-    all-reduce does not say it). The ranks' blocks lie along `dim` of a gather's result or a scatter's input. A
+    `input → node → waits`; `group` is the FX argument (a name, or a node that carries a process group), and
+    `group_key` the name that identifies it. `group_size` is its number of ranks, 0 where that is unknown: an all-reduce
+    does not say it. The ranks' blocks lie along `dim` of a gather's result or a scatter's input. A
     collective of several tensors is read as one for each, `input → call → node → waits`: `node` is then the item of the
     result, and `call` the op. An item that nothing takes has no node of its own: `node` is the op too. `mesh_dim` is
     the name of the mesh dimension that the group is of, where it is known.

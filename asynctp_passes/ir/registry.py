@@ -385,9 +385,10 @@ def register_local(op: Any) -> None:
 def register_rowwise(op: Any) -> None:
     """Promise that an op works row by row, and communicates with no other rank.
 
-    A row is what the last dimension holds. Each row of each result depends on the row at the same place of each tensor
-    argument that has all sizes of the result but the last one, and has the same bits whatever the other rows are, and
-    however many. All other arguments (weights, numbers) are the same on all ranks, in every call. The op has no effect.
+    A row is what the last dimension holds. Tensor arguments that have all sizes of a result but the last one have its
+    rows. Each row of a result depends on theirs at the same place, and has the same bits whatever the other rows are,
+    and however many. All other arguments (weights, numbers) are the same on all ranks, in every call. The op has no
+    effect.
 
     asynctp may then do it on each rank's rows before an all-gather in place of after it. That takes an op with one
     result, whose other tensors have one dimension at most.

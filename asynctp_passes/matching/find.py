@@ -11,9 +11,9 @@ The modules `match_gather` and `match_reduction` prove chains of one collective.
 them that do not want the same matmul, and leave the graph without a cycle. Structure is proven by `index_map` on maps
 that `propagate` carries; no spelling of a view chain is enumerated.
 
-What looks like FSDP's is marked (`Candidate.weights`), for groups that have nothing else in the graph: a gather of a
-right operand or of a vector (parameters), a reduction of a product that contracts over rows, and that no matmul goes on
-with, or of a vector (gradients). Reports say where that decided the scope, and by what it was told.
+What looks like FSDP's is marked (`Candidate.weights`), for groups that have nothing else in the graph. Parameters are
+gathered: right operands, or vectors. Gradients are reduced: vectors, or products that contract over rows, and that no
+matmul goes on with. Reports say where that decided the scope, and by what it was told.
 """
 
 from __future__ import annotations

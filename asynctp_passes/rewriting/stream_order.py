@@ -14,7 +14,7 @@ from asynctp_passes.torch_private import torch_ops
 
 
 def name_last_only(graph: fx.Graph) -> None:
-    """Leave out what another of the nodes takes that an op which orders streams is to come after."""
+    """Leave out, of the nodes that an op which orders streams comes after, those that another of them takes."""
     for node in graph.nodes:
         if not hands_on_in_order(node):
             continue

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from asynctp_kernels.cuda.choose.select import WHOLE
 from asynctp_kernels.cuda.choose.tiles import in_blocks
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.plans.direct import DirectAllReduce, DirectScatter
@@ -38,8 +39,7 @@ from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.script import Step
 from asynctp_kernels.torch_private import gather_into
 
-NAME = "copy engine"
-WHOLE = "whole"
+COPY_ENGINE = "copy engine"
 
 
 class Bulk(NamedTuple):
@@ -60,7 +60,7 @@ class Bulk(NamedTuple):
 class BulkGather(GatherPlan):
     """all_gather(shard, dim 0) by copy engine, in flight: shards are pushed and kept from the inbox, or pulled."""
 
-    name = NAME
+    name = COPY_ENGINE
     transport: GatherTransport
 
     def __init__(self, call: GatherFacts, memory: GroupMemory) -> None:
@@ -114,7 +114,7 @@ class CopiedGather(GatherPlan):
 class BulkScatter(PushedScatter):
     """reduce_scatter(whole, dim 0) by copy engine, and a kernel that adds once everything has come."""
 
-    name = NAME
+    name = COPY_ENGINE
     streams_wait = True
 
     def __init__(self, call: ReduceFacts, memory: GroupMemory) -> None:

@@ -8,6 +8,7 @@ from asynctp_kernels.cuda.checks import program_may_multiply, sums_in_rank_order
 from asynctp_kernels.cuda.choose import cost
 from asynctp_kernels.cuda.choose.cost import Estimate
 from asynctp_kernels.cuda.choose.implementation import Implementation
+from asynctp_kernels.cuda.choose.select import WHOLE
 from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN, PULL, PUSH
 
 
@@ -23,7 +24,7 @@ class ReferenceProgram(Implementation):
 class WholeProgram(ReferenceProgram):
     """A plan for calls whose matmuls no kernel supports: asynctp moves the data, PyTorch multiplies."""
 
-    name = "whole"
+    name = WHOLE
     transports = (PUSH, PULL, DIRECT)
     refuses = (program_may_multiply,)
 
