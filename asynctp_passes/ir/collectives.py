@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import arguments, called_name, called_op, first_tensor, items_of, op_name, tensor_of
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.registry import (
     CollectiveKind,
     CollectiveOp,

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.matmuls import contracts_rows, feeds_left_operand, is_matmul
 from asynctp_passes.ir.nodes import describe, module_of, nodes_in, source_of, subgraphs_of, tensor_of, traits_of
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.records import Crossing
 from asynctp_passes.ir.sizes import as_size, product, same
 from asynctp_passes.ir.traversal import reachable

@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.calls import Matmul
 from asynctp_passes.ir.nodes import (
     arguments,
     called_name,
@@ -33,6 +32,7 @@ from asynctp_passes.ir.nodes import (
     writes,
 )
 from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.operations import Matmul
 from asynctp_passes.ir.registry import ADDMM, MATMUL_ROLES, MatmulOp, can_promise, matmul_op, multiplies, promise_of
 from asynctp_passes.ir.scales import read_scales
 from asynctp_passes.ir.sizes import Size, are_one, as_size, differ, identical, product, same

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.calls import Blocks, Matmul, ScaledOptions
 from asynctp_passes.ir.nodes import called_name, tensor_of
+from asynctp_passes.ir.operations import Blocks, Matmul, ScaledOptions
 from asynctp_passes.ir.registry import SCALED_MM, MatmulOp
 from asynctp_passes.ir.sizes import identical
 from asynctp_passes.ops.recipes import BLOCK, IN_BLOCKS, Cover, Recipe, blocks_in, padded

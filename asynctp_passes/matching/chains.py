@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective, Matmul, nodes_of
 from asynctp_passes.ir.collectives import waits_for_several
 from asynctp_passes.ir.matmuls import added_matrix, contracts_rows
 from asynctp_passes.ir.nodes import is_size, nodes_in, tensor_of
+from asynctp_passes.ir.operations import Collective, Matmul, nodes_of
 from asynctp_passes.ir.sizes import Size, Sizes
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement, ScatterPlacement, arranged

@@ -24,9 +24,9 @@ from dataclasses import replace
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.collectives import unknown_group
 from asynctp_passes.ir.nodes import called_name, describe, mutates, op_name, tensor_of
+from asynctp_passes.ir.operations import Collective, nodes_of
 from asynctp_passes.ir.registry import can_promise, collective_op, kind_of_other
 from asynctp_passes.ir.sizes import Sizes
 from asynctp_passes.ir.traversal import steps_of

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Matmul, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import tensor_of, value_of
+from asynctp_passes.ir.operations import Matmul, nodes_of
 from asynctp_passes.ir.sizes import same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.placement import GatherPlacement

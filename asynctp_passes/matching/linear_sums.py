@@ -26,9 +26,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective, Matmul
 from asynctp_passes.ir.nodes import arguments, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import Reduction
+from asynctp_passes.ir.operations import Collective, Matmul
 from asynctp_passes.ir.sizes import product, same, same_strides
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap

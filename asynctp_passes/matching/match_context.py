@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.calls import Collective, Matmul
 from asynctp_passes.ir.matmuls import feeds_left_operand, is_matmul
 from asynctp_passes.ir.nodes import is_pointwise, is_random, is_size, mutates, tensor_of, value_of, written_by
+from asynctp_passes.ir.operations import Collective, Matmul
 from asynctp_passes.ir.order import communications, is_opaque, latest_communication
 from asynctp_passes.ir.sizes import Size, Sizes, product, same
 from asynctp_passes.ir.traversal import phase_of, reachable, segments

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective, ScaledOptions, ScalesOfA, nodes_of
 from asynctp_passes.ir.matmuls import contracts_rows, is_matmul
 from asynctp_passes.ir.nodes import dtype_of, tensor_of
+from asynctp_passes.ir.operations import Collective, ScaledOptions, ScalesOfA, nodes_of
 from asynctp_passes.ir.sizes import product
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.placement import GatherPlacement

@@ -12,11 +12,11 @@ import torch
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.calls import Collective, Matmul, nodes_of
 from asynctp_passes.ir.crossings import product_of
 from asynctp_passes.ir.matmuls import added_matrix, contracts_rows, is_matmul
 from asynctp_passes.ir.nodes import dtype_of, handed_on_by, is_size, nodes_in, op_name, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.operations import Collective, Matmul, nodes_of
 from asynctp_passes.ir.sizes import Size, product, quotient, same
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.layout.index_map import IndexMap

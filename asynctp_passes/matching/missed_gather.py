@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import rank_of
 from asynctp_passes.ir.crossings import multiplied_by
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import first_tensor, is_size, op_name, tensor_of, traits_of, users_past, value_of
 from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.sizes import Sizes, product, same
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import RankPlacement, locate_ranks

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import rank_of
 from asynctp_passes.ir.nodes import is_pointwise, is_random, is_size, mutates, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.sizes import Size, express, product, quotient, same
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import arranged, incomplete, locate_scatter

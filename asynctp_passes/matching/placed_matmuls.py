@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.calls import Matmul, ScalesOfA
 from asynctp_passes.ir.matmuls import contracts_rows, is_matmul, operands_that_are, read_term
 from asynctp_passes.ir.nodes import op_name, value_of
+from asynctp_passes.ir.operations import Matmul, ScalesOfA
 from asynctp_passes.ir.scales import scales_mismatch
 from asynctp_passes.ir.sizes import product, same
 from asynctp_passes.ir.traversal import reachable

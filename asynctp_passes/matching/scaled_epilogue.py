@@ -28,10 +28,10 @@ import torch
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.calls import Matmul, ScaledOptions
 from asynctp_passes.ir.matmuls import is_matmul, read_matmul, read_term, rows_of
 from asynctp_passes.ir.nodes import arguments, filling_of, is_size, mutates, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.operations import Matmul, ScaledOptions
 from asynctp_passes.ir.sizes import are_one, identical, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view, scaling_of, shares_memory, widens

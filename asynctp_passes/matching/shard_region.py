@@ -36,7 +36,6 @@ import torch
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.matmuls import added_matrix, is_matmul
 from asynctp_passes.ir.nodes import (
     arguments,
@@ -50,6 +49,7 @@ from asynctp_passes.ir.nodes import (
     traits_of,
     value_of,
 )
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.sizes import Size, are_one, identical, product, quotient, same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap

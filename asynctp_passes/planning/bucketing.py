@@ -26,9 +26,9 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.collectives import WAIT
 from asynctp_passes.ir.nodes import is_random, is_size, mutates, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.operations import Collective, nodes_of
 from asynctp_passes.ir.order import communicates, is_opaque
 from asynctp_passes.ir.traversal import steps_of
 from asynctp_passes.matching.chains import Bucket, Chain, Decision, dropped_collectives, fused_chains

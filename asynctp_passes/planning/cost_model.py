@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Matmul
 from asynctp_passes.ir.matmuls import read_matmul, read_term
 from asynctp_passes.ir.nodes import tensor_of
+from asynctp_passes.ir.operations import Matmul
 from asynctp_passes.matching.chains import Chain, GatherChain, Hoist, ScatterChain
 from asynctp_passes.reasons import Refusal
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from torch import fx
 
 from asynctp_passes.config import Config
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
 from asynctp_passes.ir.nodes import has_side_effect, mutates, op_name
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.order import communications, is_opaque
 from asynctp_passes.ir.records import Answers
 from asynctp_passes.ir.traversal import phase_of, reachable, segments, tangents_of

@@ -25,9 +25,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import sent_kind
 from asynctp_passes.ir.nodes import arguments, called_name, filling_of, tensor_of, traits_of, value_of
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.sizes import Size, same
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
 from asynctp_passes.matching.chains import Bucket, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step

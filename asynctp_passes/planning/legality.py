@@ -11,10 +11,10 @@ from torch import fx
 
 from asynctp_passes import ops, reasons
 from asynctp_passes.config import Config
-from asynctp_passes.ir.calls import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import describe, mutates, orders_streams, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.operations import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.records import Answers
 from asynctp_passes.ir.scales import scales_mismatch
 from asynctp_passes.ir.sizes import Sizes, are_one, express, identical

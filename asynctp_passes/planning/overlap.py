@@ -24,9 +24,9 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.collectives import is_only_awaited
 from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.operations import Collective, nodes_of
 from asynctp_passes.ir.order import communications
 from asynctp_passes.ir.traversal import live, segments
 from asynctp_passes.matching.chains import Decision, fused_chains

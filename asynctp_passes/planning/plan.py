@@ -10,9 +10,9 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.config import Config
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
 from asynctp_passes.ir.marks import REMATERIALIZED, joint_questions
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of, segments
 from asynctp_passes.matching.chains import (

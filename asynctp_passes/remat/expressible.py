@@ -24,7 +24,6 @@ from typing import Any
 
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.marks import CANDIDATE
 from asynctp_passes.ir.memory import owners_of, program_memory, written_memory
@@ -40,6 +39,7 @@ from asynctp_passes.ir.nodes import (
     traits_of,
 )
 from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.order import communicates, communications
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.planning.deviations import of_rematerialized

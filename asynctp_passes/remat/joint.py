@@ -19,9 +19,9 @@ from typing import NamedTuple
 from torch import fx
 
 from asynctp_passes.config import Config
-from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.marks import CANDIDATE, note_joint
 from asynctp_passes.ir.memory import owners_of, program_memory
+from asynctp_passes.ir.operations import Collective, nodes_of
 from asynctp_passes.ir.order import communications, record_order
 from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.matching.chains import Decision, ScatterChain

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import mutates
+from asynctp_passes.ir.operations import Collective, nodes_of
 from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.matching.chains import Decision, fused_chains
 from asynctp_passes.planning import cost_model

@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from asynctp_passes.config import Config
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.crossings import crossings_of
 from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.reporting import torch_notes
 from asynctp_passes.reporting.report import Bucketed, Remark, Report

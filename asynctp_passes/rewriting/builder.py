@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import value_of
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.sizes import Size, SizeExpression, Sizes, express, same
 from asynctp_passes.ir.traversal import segments
 from asynctp_passes.layout.placement import Rearrangement

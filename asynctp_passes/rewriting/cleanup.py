@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.collectives import waits_for_several
 from asynctp_passes.ir.nodes import has_side_effect, is_known_collective, is_size, op_name, traits_of
+from asynctp_passes.ir.operations import Collective, nodes_of
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view
 from asynctp_passes.matching.chains import Chain

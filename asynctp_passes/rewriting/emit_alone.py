@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from asynctp_passes import ops
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.collectives import WAIT, left_items
 from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, value_of
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.sizes import divided
 from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Bucket, OwnPart

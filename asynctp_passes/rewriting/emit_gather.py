@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import ScaledOptions, nodes_of
 from asynctp_passes.ir.matmuls import added_matrix
 from asynctp_passes.ir.nodes import value_of
+from asynctp_passes.ir.operations import ScaledOptions, nodes_of
 from asynctp_passes.ir.sizes import Size, product, same
 from asynctp_passes.layout.placement import GatherPlacement
 from asynctp_passes.matching.chains import GatherChain

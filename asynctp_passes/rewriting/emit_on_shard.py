@@ -7,10 +7,10 @@ from functools import partial
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective, nodes_of
 from asynctp_passes.ir.collectives import is_only_awaited
 from asynctp_passes.ir.nodes import is_random, traits_of, value_of
 from asynctp_passes.ir.op_traits import Reduction
+from asynctp_passes.ir.operations import Collective, nodes_of
 from asynctp_passes.ir.sizes import same
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.matching import near_miss

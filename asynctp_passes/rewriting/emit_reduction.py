@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import ScaledOptions
 from asynctp_passes.ir.nodes import traits_of, value_of
+from asynctp_passes.ir.operations import ScaledOptions
 from asynctp_passes.ir.sizes import Size, product, same, same_strides
 from asynctp_passes.layout.placement import ScatterPlacement
 from asynctp_passes.layout.propagation import is_sum

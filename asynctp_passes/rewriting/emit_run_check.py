@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.nodes import tensor_of, value_of
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.order import communicates
 from asynctp_passes.rewriting.builder import RewriteState
 from asynctp_passes.rewriting.places import mark_front

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Matmul, ScaledOptions
 from asynctp_passes.ir.nodes import value_of
+from asynctp_passes.ir.operations import Matmul, ScaledOptions
 from asynctp_passes.ir.sizes import Size, divided, product, same
 from asynctp_passes.rewriting.builder import Builder
 

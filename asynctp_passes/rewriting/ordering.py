@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes.ir.calls import Collective
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import called_name, called_op, name_of
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.order import (
     communicates,
     communications,

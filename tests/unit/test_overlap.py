@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 import asynctp_passes
 from asynctp_passes import Report
-from asynctp_passes.ir.calls import Collective
+from asynctp_passes.ir.operations import Collective
 from asynctp_passes.matching.chains import Candidate
 from asynctp_passes.planning import overlap, plan
 from asynctp_passes.planning.legality import is_named_for_data

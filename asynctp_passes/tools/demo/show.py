@@ -1,4 +1,4 @@
-"""The output of the demo: a chart of the losses, and the verdict on losses and fusions."""
+"""Parts of what the demo prints: a chart of the losses, and the verdict on losses and fusions."""
 
 from __future__ import annotations
 
