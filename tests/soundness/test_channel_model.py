@@ -230,16 +230,14 @@ PARTICULAR = (
 )
 
 
-#: each beside itself and before and after another one; `test_three_calls` has all pairs, with the reduction
+#: each beside itself; `test_three_calls` has all pairs, with the reduction
 PAIRS = [
-    (first, second)
-    if (FEW_ACTIONS.index(second) - FEW_ACTIONS.index(first)) % len(FEW_ACTIONS) in (0, 1)
-    else thorough(((first, second),))
+    (first, second) if first == second else thorough(((first, second),))
     for first, second in product(FEW_ACTIONS, repeat=2)
 ]
-#: a fused scatter takes longest; there is a decomposed one
+#: each result in flight beside one call; `test_calls_beside_results_in_flight` has all pairs, with the reduction
 BESIDE = [
-    thorough((bulk, other)) if other in FEW_ACTIONS[1:4:2] or other == FEW_ACTIONS[4] else (bulk, other)
+    (bulk, other) if (bulk, other) in zip(BULK, FEW_ACTIONS[::-1][::2], strict=True) else thorough((bulk, other))
     for other in FEW_ACTIONS
     for bulk in BULK
 ]
@@ -249,14 +247,21 @@ BESIDE = [
 SHARED = [
     (REDUCED_TO_ALL[2], REDUCED_TO_ALL[2]),
     (REDUCED_TO_ALL[2], PUSHED[2]),
-    thorough(((PUSHED[2], REDUCED_TO_ALL[2]),)),
-    thorough(((REDUCED_TO_ALL[2], SCATTERED[2]),)),
-    thorough(((SCATTERED[2], REDUCED_TO_ALL[0]),)),
-    thorough(((PULLED[0], REDUCED_TO_ALL[3]),)),
+    (PUSHED[2], REDUCED_TO_ALL[2]),
+    (REDUCED_TO_ALL[2], SCATTERED[2]),
+    (SCATTERED[2], REDUCED_TO_ALL[0]),
+    (PULLED[0], REDUCED_TO_ALL[3]),
 ]
 
 
-@pytest.mark.parametrize("calls", [*PAIRS, *SHARED], ids=lambda calls: ", ".join(map(str, calls)))
+@pytest.mark.parametrize("calls", SHARED, ids=lambda calls: ", ".join(map(str, calls)))
+def test_all_reduces_beside_calls_of_the_same_words(calls: tuple[Call, ...]) -> None:
+    assert not explore(Case(2, calls)).findings
+
+
+@pytest.mark.parametrize(
+    "calls", [*PAIRS, *map(thorough, ((each,) for each in SHARED))], ids=lambda calls: ", ".join(map(str, calls))
+)
 def test_two_calls_in_every_interleaving(calls: tuple[Call, ...]) -> None:
     search = explore(Case(2, calls), reduced=False)
     assert not search.findings
@@ -316,7 +321,7 @@ def test_each_rank_uses_a_call_as_it_likes(wire: str, first: Call) -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        thorough(pair) if wire == "scattered" or number % 2 or pair[0] == REDUCED_TO_ALL[0] else pair
+        thorough(pair) if wire == "scattered" or number != 2 else pair  # one of each wire of few actions
         for wire, uses in WIRES.items()
         for number, pair in enumerate(zip(uses, (*uses[1:], uses[0]), strict=True))
     ],
@@ -387,7 +392,7 @@ def test_unlike_calls_of_two_ranks_never_exchange_anything(alone: tuple[tuple[Ca
         case = Case(2, together, alone=alone)
         assert explore(case, all_kinds=True).findings.keys() == {"stuck"}, str(case)
     case = Case(2, (), alone=alone, programs=2)
-    assert explore(case, reduced=False, all_kinds=True).findings.keys() == {"stuck"}
+    assert explore(case, reduced=alone not in UNLIKE[:3] and not THOROUGH, all_kinds=True).findings.keys() == {"stuck"}
 
 
 @pytest.mark.parametrize("alone", AMONG_LIKE, ids=said)

@@ -24,6 +24,8 @@ from plan_runs import arguments_of
 from streams import TILES, Found, Graph, Place, Rank, Shared, rank_of, run
 from torch import Tensor
 
+SEEDED = torch.default_generator  # `torch.manual_seed` notes the whole stack for GPUs that are not there
+
 
 # --- calls -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def of_rank(each: Each, rank: int) -> Op:
 @functools.cache
 def data(op: Op, number: int, rank: int, world: int) -> Any:
     """The operands of one rank in call `number`. A shard depends on these only, and not on what is done with it."""
-    torch.manual_seed(zlib.crc32(repr((op, number, rank)).encode()))
+    SEEDED.manual_seed(zlib.crc32(repr((op, number, rank)).encode()))
     if op.kind in ("gather", "scatter", "all reduce"):
         call = (gather_call if op.kind == "gather" else scatter_call)(**dict(op.options), world=world)
         return call if op.kind != "gather" else replace(call, a_shard=_shard(call.a_shard, number, rank))
@@ -96,7 +98,7 @@ def data(op: Op, number: int, rank: int, world: int) -> Any:
 
 
 def _shard(like: Tensor, number: int, rank: int) -> Tensor:
-    torch.manual_seed(1000 * number + rank)
+    SEEDED.manual_seed(1000 * number + rank)
     return tensor(like.numel()).to(like.dtype).view(like.shape)
 
 

@@ -101,18 +101,12 @@ def calls_of(run: Callable[[Graph], None], graph: Graph) -> int:
 
 
 @pytest.mark.parametrize(
-    ("build", "run", "most"),
-    [
-        (forward, fused, 2.1),
-        (backward, fused, 2.1),
-        (reduced, fused, 2.1),
-        (joint, marked, 2.1),
-        (by_one_scale, fused, 2.1),
-    ],
+    ("build", "run"),
+    [(forward, fused), (backward, fused), (reduced, fused), (joint, marked), (by_one_scale, fused)],
 )
 def test_twice_the_layers_take_about_twice_the_calls(
-    build: Callable[[int], Graph], run: Callable[[Graph], None], most: float
+    build: Callable[[int], Graph], run: Callable[[Graph], None]
 ) -> None:
     run(build(2))  # what is found once and kept
-    once, twice = (calls_of(run, build(layers)) for layers in (40, 80))
-    assert twice < most * once
+    once, twice = (calls_of(run, build(layers)) for layers in (20, 40))
+    assert twice < 2.05 * once
