@@ -350,9 +350,10 @@ def rank(compiles):
     print(helper.exitcode, flush=True)
 
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["torch"])
     for method in ("fork", "forkserver", "spawn"):
         start = multiprocessing.get_context(method).Process
-        ranks = [start(target=rank, args=(compiles,)) for compiles in (True, False)]
+        ranks = [start(target=rank, args=(compiles,)) for compiles in ((True, False) if method == "fork" else (False,))]
         for process in ranks:
             process.start()
             process.join()
@@ -361,14 +362,14 @@ if __name__ == "__main__":
 
 
 def test_a_requirement_of_ranks_that_a_process_starts(tmp_path: Path) -> None:
-    """Ranks answer for themselves, of which the second compiles nothing; neither their launcher nor helpers do."""
+    """Ranks answer for themselves, of which the last compiles nothing; neither their launcher nor helpers do."""
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     environment = {**os.environ, "ASYNCTP_REQUIRE": "fused=1"}
     ran = subprocess.run(
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
-    methods = ("fork", "forkserver", "spawn")
-    assert ran.stdout == "".join(f"helped\n0\nhelped\n0\n{method} [0, 1]\n" for method in methods), ran.stderr
+    codes = {"fork": [0, 1], "forkserver": [1], "spawn": [1]}
+    assert ran.stdout == "".join("helped\n0\n" * len(each) + f"{method} {each}\n" for method, each in codes.items())
     assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("ASYNCTP_REQUIRE: asynctp: 0 chains are fused") == len(methods)
+    assert ran.stderr.count("ASYNCTP_REQUIRE: asynctp: 0 chains are fused") == len(codes)

@@ -380,19 +380,19 @@ def test_rows_that_are_known_at_runtime_only_and_lie_in_another_order() -> None:
 
 # --- time ------------------------------------------------------------------------------------------------------
 def test_large_graphs_take_time_in_proportion() -> None:
-    """500 collectives in a graph of 20 thousand nodes: a search from each over all the graph would take minutes."""
+    """250 collectives in a graph of ten thousand nodes: a search from each over all the graph would take minutes."""
 
     def attack(b: Builder) -> list[Node]:
         x, w = inputs(b, (4, 8), (8, 8))
         total = gathered(b, x)
-        for _ in range(250):
+        for _ in range(125):
             product = b.call(aten.mm.default, gathered(b, x), w)
             total = b.call(aten.add.Tensor, total, gathered(b, scattered(b, product)))
-        for _ in range(18_000):
+        for _ in range(9_000):
             total = b.call(aten.relu.default, total)
         return [total]
 
     graph = attacked(attack).graph
     start = time.perf_counter()
     run_pass(graph)
-    assert time.perf_counter() - start < 20
+    assert time.perf_counter() - start < 10

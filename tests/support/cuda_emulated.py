@@ -198,7 +198,7 @@ def _gathered_tile(call: Call, step: int, peer: int, p: int, rows: slice, i: int
     scale, first = call.a_scale0, block * call.inner + rows.start
     if call.SCALE_TRAVELS:
         scale, first = call.a_scale0 if own else call.a_scale1, a_block * call.inner + rows.start
-    acc = _finish(call, found.float() @ _weight(call, i)[:, columns], scale, first, i, col)
+    acc = _finish(call, found.float() @ _weight(call, i, columns), scale, first, i, col)
     yield from _store(call, f"c{i}", block, rows, columns, acc)
 
 
@@ -211,7 +211,7 @@ def _scattered_tile(call: Call, peer: int, p: int, rows: slice, col: int, counte
         found = yield from look(call.described(f"a{i}")[block][rows])
         scale = call.arguments[f"a_scale{i}"]
         total = total + _finish(
-            call, found.float() @ _weight(call, i)[:, columns], scale, block * call.inner + rows.start, i, col
+            call, found.float() @ _weight(call, i, columns), scale, block * call.inner + rows.start, i, col
         )
     if due:
         counter.value += due
@@ -222,13 +222,13 @@ def _scattered_tile(call: Call, peer: int, p: int, rows: slice, col: int, counte
     yield from _store(call, "c0", peer * call.outer + p, rows, columns, total)
 
 
-def _weight(call: Call, i: int) -> Tensor:
-    """B number `i`, fp32 [K, N]."""
-    b = call.described(f"b{i}").float()
+def _weight(call: Call, i: int, columns: slice) -> Tensor:
+    """These columns of B number `i`, fp32 [K, columns]."""
+    b = call.described(f"b{i}")
     b = b.t() if call.B_K_MAJOR else b
     width, depth = (f"n{i}", "k0") if call.GATHER else ("n0", f"k{i}")
     assert b.shape == (call.arguments[depth], call.arguments[width])
-    return b
+    return b[:, columns].float()
 
 
 def _finish(call: Call, acc: Tensor, scale: int, first: int, i: int, col: int) -> Tensor:
@@ -263,11 +263,11 @@ def few_rows_program(call: Call, program: int) -> Steps:
     i, col = columns[tile_n]
     rows = slice(tile_m * call.BM, min((tile_m + 1) * call.BM, call.m))
     part = slice(col, min(col + call.BN, widths[i]))
-    weight = call.described(f"b{i}").float()
+    weight = call.described(f"b{i}")
     weight = weight.t() if call.B_K_MAJOR else weight
     assert weight.shape == (call.k, widths[i])
     found = yield from look(call.described("a")[rows])
-    acc = _finish(call, found.float() @ weight[:, part], call.arguments["a_scale"], rows.start, i, col)
+    acc = _finish(call, found.float() @ weight[:, part].float(), call.arguments["a_scale"], rows.start, i, col)
     dtype = call.examples[f"c{i}"].dtype
     assert TORCH_DTYPES[str(call.OUT)] == dtype
     assert widths[i] % call.TOGETHER == 0
@@ -487,11 +487,12 @@ def push_reduce_program(call: Call, program: int) -> Steps:
     blocks = [slice(first, min(first + call.BLOCK, call.size)) for first in _from(call, program, call.size)]
     full, out = at(call.full_ptr, (call.WORLD * call.size,), sent), at(call.out_ptr, (call.size,), dtype)
     landings, pads = _landings(call, epoch), at(call.pads, (call.WORLD,), torch.int64).tolist()
+    places = {peer: place(call, peer) for peer in range(call.WORLD)}
     pushed = _others(call, 1) if call.may_push() else []
     for peer in pushed:
         landing = at(landings[peer] + call.rank * call.part_bytes, (call.size,), sent)
         for block in blocks:
-            yield from put(landing, (yield from look(full, place(call, peer)[block])), block)
+            yield from put(landing, (yield from look(full, places[peer][block])), block)
     for peer in pushed:
         int64(pads[peer] + (call.rank * call.MAX_PROGRAMS + program) * 8).value = word_of(call, epoch)
         yield None
@@ -503,7 +504,7 @@ def push_reduce_program(call: Call, program: int) -> Steps:
         for src in range(call.WORLD):
             landing = at(landings[call.rank] + src * call.part_bytes, (call.size,), sent)
             own = src == call.rank
-            found = yield from look(full if own else landing, place(call, src)[block] if own else block)
+            found = yield from look(full if own else landing, places[src][block] if own else block)
             total += found.float()
         yield from put(out, (total * call.factor if came else total * nan).to(dtype), block)
     end_call(call, epoch)
