@@ -21,6 +21,7 @@ from generated_code import as_ops
 from graph_builder import GraphBuilder, aten, c10d
 from lockstep import differences, evaluate
 from passes import outcomes, run_pass
+from profiles import thorough
 from ranks import imagined_ranks
 from serving_ops import GROUPS, registered
 from torch import Tensor
@@ -262,8 +263,22 @@ INFERENCE: list[Program] = [
 ]
 
 
-@pytest.mark.parametrize("program", INFERENCE, ids=lambda program: program.__name__)
-@pytest.mark.parametrize("options", [{}, {"fallback_by_default": True}], ids=["kernels", "fallbacks"])
+FALLBACKS: dict[str, bool] = {"fallback_by_default": True}
+#: with kernels every program, without them one for each kind of op that the graph has to tie
+KINDS_TO_TIE = (opaque, opaque_that_writes, statistic, heads_in_any_order, all_kinds, registered_ops)
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        *(pytest.param(program, {}, id=f"kernels-{program.__name__}") for program in INFERENCE),
+        *(
+            case if program in KINDS_TO_TIE else thorough(case)
+            for program in INFERENCE
+            for case in [pytest.param(program, FALLBACKS, id=f"fallbacks-{program.__name__}")]
+        ),
+    ],
+)
 def test_generated_code_communicates_in_the_order_of_the_program(
     program: Program, options: dict[str, bool], groups: Groups
 ) -> None:

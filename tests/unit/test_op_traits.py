@@ -428,8 +428,8 @@ FIRST_OF_KIND = {TRAITS[name].view: name for name in reversed([name for name in 
 
 
 def _is_shown(name: str, form: Callable[..., Graph]) -> bool:
-    """On the way every row is tried; on other tensors the first of each kind, and all in the thorough profile."""
-    return form in ON_THE_WAY or name in FIRST_OF_KIND.values()
+    """After a gather, before a scatter and before a sum every row is tried; elsewhere the first of each kind."""
+    return form in (gathered, scattered, reduced) or name in FIRST_OF_KIND.values()
 
 
 STAY = (passengers,)
