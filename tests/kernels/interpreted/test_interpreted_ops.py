@@ -79,7 +79,7 @@ def _stress(rank: int, world: int, seed: int) -> list[str]:
     groups = [dist.group.WORLD, dist.new_group()]
     shapes, delays = random.Random(seed), random.Random(seed + rank)
     wrong = []
-    for call in range(30 if THOROUGH or world == 2 else 15):
+    for call in range(30 if THOROUGH else 15):
         case = scaled_copy(shapes.choice(STRESS), shapes.choice([1, 5, 17, 40, 70]))
         group = shapes.choice(groups)
         if delays.random() < 0.3:
