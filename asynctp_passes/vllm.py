@@ -62,7 +62,8 @@ def register_ops() -> Mapping[str, str]:
         register_matmul(op, a="a", b="b", bias="bias", a_scale="a_scales", b_scale="b_scales", out="out")
     if (kernel := _invariant_matmul()) is not None:
         strides = {"a": ("stride_am", "stride_ak"), "b": ("stride_bk", "stride_bn"), "out": ("stride_cm", "stride_cn")}
-        numbers: dict[str, Any] = {"sizes": ("M", "N", "K"), "strides": strides}
+        constants = dict.fromkeys(triton_kernels.constants_named_by(kernel), ...)
+        numbers: dict[str, Any] = {"sizes": ("M", "N", "K"), "strides": strides, "constants": constants}
         register_matmul(kernel, a="a_ptr", b="b_ptr", bias="bias_ptr", out="c_ptr", **numbers)
     return groups
 

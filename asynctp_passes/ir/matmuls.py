@@ -210,6 +210,8 @@ def _passes_other(node: fx.Node, op: MatmulOp, a: torch.Tensor, out: torch.Tenso
     ]
     if others:
         return f"takes {', '.join(others)} too: tell register_matmul by sizes= and strides= what each number is"
+    if constant := _other_constant(node, op, known):
+        return constant
     if described := triton_kernels.described_by_sizes(node):
         return f"takes {', '.join(described)} by descriptors with sizes of their own: use TensorDescriptor.from_tensor"
     sizes = zip(op.sizes, (rows_of(out), out.shape[-1], a.shape[-1]), "MNK", strict=False)
@@ -233,6 +235,26 @@ def _passes_other(node: fx.Node, op: MatmulOp, a: torch.Tensor, out: torch.Tenso
     return ""
 
 
+def _other_constant(node: fx.Node, op: MatmulOp, known: Container[str | int]) -> str:
+    """Which constant of a Triton kernel's call is not as described; empty if all are. `known`: sizes and strides."""
+    told = dict(op.constants)
+    given = {name: values for name, values in triton_kernels.constants_of(node).items() if name not in known}
+    if others := [name for name in given if name not in told]:
+        return f"is compiled for {', '.join(others)} too: tell register_matmul by constants={_as_told(node, others)}"
+    for name, values in given.items():
+        for value in values:
+            if told[name] is not ... and value != told[name]:
+                return f"has {value!r} for {name}, and constants= has {told[name]!r}: tell ... if any computes the same"
+    return ""
+
+
+def _as_told(node: fx.Node, names: Container[str]) -> str:
+    """The `constants` of a call; three dots for one of which its tuning tries several values."""
+    given = [(name, values) for name, values in triton_kernels.constants_of(node).items() if name in names]
+    shown = (f'"{name}": ' + ("..." if any(one != of[0] for one in of) else f"{of[0]!r}") for name, of in given)
+    return f"{{{', '.join(shown)}}}".replace("'", '"')
+
+
 def _numbers_of(node: fx.Node) -> dict[str, Any]:
     """The numbers and flags that a call of a Triton kernel passes, by their names; of a node its value."""
     values = {name: getattr(one, "meta", {}).get("val", one) for name, one in triton_kernels.values_of(node).items()}
@@ -253,7 +275,8 @@ def _line_of_kernel(node: fx.Node) -> str:
     line = f'register_matmul({kernel.__name__}, a="{a}", b="{b}", out="{outs[0]}"'
     numbers = [name for name in triton_kernels.arguments_of(kernel) if name in _numbers_of(node)]
     told = _told_numbers(node, {"a": a, "b": b, "out": outs[0]}, numbers)
-    line += told + ")"
+    constants = _as_told(node, triton_kernels.constants_of(node))
+    line += told + (f", constants={constants}" if constants != "{}" else "") + ")"
     line += f", and which sizes and strides {', '.join(numbers)} are" if numbers and not told else ""
     line += f", and what of a bias and scales {', '.join(others)} is" if others else ""
     return f", a Triton kernel with the shapes of one: if it computes a @ b, and nothing else, {line}"

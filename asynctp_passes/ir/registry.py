@@ -79,8 +79,7 @@ class MatmulOp:
     The op promises to compute `a[..., M, K] @ b[..., K, N] (+ bias[N])` in a fresh contiguous tensor, after
     multiplying `a` and `b` by their scales, if it has such: float32, one number each, or one a row of `a` and one a
     column of `b`. An op that writes its result into an argument (`out`) reads nothing of what was there. A Triton
-    kernel may add to that. It reads and writes by the sizes and strides that a call passes, and by no other number; its
-    constants do not change what it computes.
+    kernel may add to that. It reads and writes by the sizes and strides that a call passes, and by no other number.
 
     Attributes:
         a, b: The operands.
@@ -91,6 +90,7 @@ class MatmulOp:
         sizes: The arguments of a Triton kernel that are M, N and K.
         strides: Pairs of `"a"`, `"b"`, `"out"` or another tensor's role, and of the arguments that are the strides of
             its dimensions; a number says that a stride is that. A tensor without a pair has to be contiguous.
+        constants: Pairs of a constant of a Triton kernel, and the value with which it computes that; `...` for any.
     """
 
     a: str
@@ -102,6 +102,7 @@ class MatmulOp:
     b_transposed: bool = False
     sizes: tuple[str, ...] = ()
     strides: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
+    constants: tuple[tuple[str, Any], ...] = ()
 
 
 MATMUL_ROLES = ("a", "b", "bias", "a_scale", "b_scale", "out")
@@ -323,6 +324,7 @@ def register_matmul(
     b_transposed: bool = False,
     sizes: Sequence[str] = (),
     strides: Mapping[str, Sequence[str | int]] | None = None,
+    constants: Mapping[str, Any] | None = None,
 ) -> MatmulOp:
     """Let the pass understand a custom matmul, in this process and from now on; `MatmulOp` says what that promises.
 
@@ -341,6 +343,9 @@ def register_matmul(
             missed, and so is one that passes a number of which nothing is told.
         strides: Names of the arguments that are strides, by the tensor's role: `{"a": ("stride_am", "stride_ak")}`. A
             number in the place of a name is the stride itself. A tensor that is not here has to be contiguous.
+        constants: Values of the constants of a Triton kernel: `{"ACTIVATION": "", "BLOCK": ...}`. Three dots say that
+            it computes the matmul with any value, as with any size of a tile. A call that passes another value is
+            missed, and so is one that passes a constant of which nothing is told.
 
     Returns:
         The descriptor. Registering an op again replaces it.
@@ -350,7 +355,9 @@ def register_matmul(
     """
     found = _Schema(op) if triton_kernels.compiled(op) is None else _KernelSchema(op, out)
     told = tuple((role, tuple(names)) for role, names in dict(strides or ()).items())
-    descriptor = MatmulOp(a, b, bias, a_scale, b_scale, out, b_transposed, tuple(sizes), told)
+    descriptor = MatmulOp(
+        a, b, bias, a_scale, b_scale, out, b_transposed, tuple(sizes), told, tuple(dict(constants or {}).items())
+    )
     found.require((a_scale is None) == (b_scale is None), "a_scale and b_scale must both be given, or none of them")
     for role in MATMUL_ROLES:
         name = getattr(descriptor, role)
@@ -490,8 +497,8 @@ class _Schema:
 
     def numbers(self, matmul: MatmulOp) -> None:
         """Require that no sizes or strides are described: an op knows those of its tensors."""
-        told = matmul.sizes or matmul.strides
-        self.require(not told, "sizes and strides are for a Triton kernel; an op knows those of its tensors")
+        told = matmul.sizes or matmul.strides or matmul.constants
+        self.require(not told, "sizes, strides and constants are for a Triton kernel; an op knows those of its tensors")
 
     def writes(self) -> list[str]:
         """The arguments that the op writes to."""
@@ -531,6 +538,7 @@ class _KernelSchema(_Schema):
         self.require(not other, f"strides has {other}, which are not among its tensors: {', '.join(given)}")
         self.require(len(matmul.sizes) in (0, 3), f"sizes={matmul.sizes} are not the names of M, N and K")
         names = [*matmul.sizes, *(name for _, names in matmul.strides for name in names if isinstance(name, str))]
+        names += dict(matmul.constants)
         unknown = [name for name in names if name not in self._all_arguments]
         self.require(not unknown, f"{unknown} are none of its arguments: {', '.join(self._all_arguments)}")
 

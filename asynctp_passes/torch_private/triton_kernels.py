@@ -37,6 +37,21 @@ def values_of(node: fx.Node) -> dict[str, Any]:
     return {**constants, **tensors_of(node)}
 
 
+def constants_of(node: fx.Node) -> dict[str, list[Any]]:
+    """The constants that a kernel is compiled with, by their names: what a call passes, and what its tuning tries."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel: Any = kernel_side_table.id_to_kernel.get(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+    given = values_of(node)
+    found = {name: [given[name]] for name in constants_named_by(compiled(kernel)) if name in given}
+    while kernel is not compiled(kernel):
+        for config in getattr(kernel, "configs", ()):
+            for name, value in config.kwargs.items():
+                found.setdefault(name, []).append(value)
+        kernel = kernel.fn
+    return found
+
+
 def described_by_sizes(node: fx.Node) -> list[str]:
     """The tensors that a call passes by a TMA descriptor with sizes of its own, not by one of the tensor's sizes."""
     given: Any = node.kwargs.get("tma_descriptor_metadata") or {}
@@ -59,6 +74,11 @@ def name_of(kernel: Any) -> str:
 def key_of(kernel: Any) -> str:
     """The name of a kernel with a hash of all that it is compiled of: another one of its name has another key."""
     return f"{name_of(kernel)}.{kernel.cache_key}"
+
+
+def constants_named_by(kernel: Any) -> Sequence[str]:
+    """The names of a kernel's constants."""
+    return [one.name for one in kernel.params if one.is_constexpr]
 
 
 def arguments_of(kernel: Any, constants: bool = False) -> Sequence[str]:

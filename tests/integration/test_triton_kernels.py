@@ -23,6 +23,7 @@ from triton_programs import (
     launch,
     linear,
     matmul,
+    matmul_and_activation,
     matmul_and_sums,
     rows_times_weight,
     rows_times_weight_and_sums,
@@ -93,14 +94,20 @@ SIZES = ("M", "N", "K")
 STRIDES = {"a": ("stride_am", "stride_ak"), "b": ("stride_bk", "stride_bn"), "out": ("stride_cm", "stride_cn")}
 
 
+CONSTANTS = {"BLOCK": ..., "HAS_BIAS": ...}
+TILE = {"BLOCK": 64}
+
+
 def register(registered: list[Any], kernel: Any = rows_times_weight) -> None:
-    register_matmul(kernel, a="a_ptr", b="b_ptr", bias="bias_ptr", out="c_ptr", sizes=SIZES, strides=STRIDES)
+    numbers: dict[str, Any] = {"sizes": SIZES, "strides": STRIDES, "constants": CONSTANTS}
+    register_matmul(kernel, a="a_ptr", b="b_ptr", bias="bias_ptr", out="c_ptr", **numbers)
     registered.append(rows_times_weight)
 
 
 # --- in the place of a matmul --------------------------------------------------------------------------------------
 NUMBERS = ', sizes=("M", "N", "K"), strides=' + f"{STRIDES}".replace("'", '"')
-LINE = f'register_matmul(rows_times_weight, a="a_ptr", b="b_ptr", out="c_ptr"{NUMBERS})'
+LINE = f'register_matmul(rows_times_weight, a="a_ptr", b="b_ptr", out="c_ptr"{NUMBERS}, constants=%s)'
+LINE_OF = {has_bias: LINE % f'{{"BLOCK": 16, "HAS_BIAS": {has_bias}}}' for has_bias in (False, True)}
 OF_BIAS = ", and what of a bias and scales bias_ptr is"
 
 
@@ -114,11 +121,14 @@ def test_a_kernel_with_the_shapes_of_a_matmul_is_missed_and_the_line_printed_fus
     assert (remark.outcome, remark.name) == ("MISSED", "MATMUL_NOT_UNDERSTOOD")
     assert "triton.rows_times_weight" in remark.message
     has_bias = "kernel" in chain
-    assert f"if it computes a @ b, and nothing else, {LINE}{OF_BIAS if has_bias else ''}]" in f"{remark.message}]"
+    assert (
+        f"if it computes a @ b, and nothing else, {LINE_OF[has_bias]}{OF_BIAS if has_bias else ''}]"
+        in f"{remark.message}]"
+    )
     assert "a Triton kernel, with asynctp_passes.register_matmul" in remark.hint
     with pytest.raises(StrictError, match="ATP115"):
         run_pass(graph_module.graph, strict="zero")
-    exec(LINE, {"register_matmul": register_matmul, "rows_times_weight": rows_times_weight})
+    exec(LINE_OF[has_bias], {"register_matmul": register_matmul, "rows_times_weight": rows_times_weight})
     registered.append(rows_times_weight)
     if has_bias:  # nothing is lost where the line is taken for all of it
         (remark,) = run_pass(graph_module.graph).remarks
@@ -184,7 +194,7 @@ def test_another_kernel_of_the_name_is_not_the_registered_one(registered: list[A
 
 
 def test_what_a_registered_kernel_writes_besides_keeps_it(registered: list[Any]) -> None:
-    register_matmul(rows_times_weight_and_sums, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES)
+    register_matmul(rows_times_weight_and_sums, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES, constants=TILE)
     registered.append(rows_times_weight_and_sums)
     inputs = torch.randn(16, 32), torch.randn(32, 48)
 
@@ -212,7 +222,7 @@ def test_where_torch_does_not_find_out_what_a_kernel_writes(
     (remark,) = reported(lambda x, w: summed(matmul(x, w)), *inputs)
     assert "with the shapes of one, which may write to a_ptr, b_ptr, c_ptr" in remark.message
     (remark,) = reported(lambda x, w: summed(matmul(x + 1, w + 1)), *inputs)
-    assert LINE in remark.message
+    assert LINE_OF[False] in remark.message
     register(registered)
     (remark,) = reported(lambda x, w: summed(matmul(x, w)), *inputs)
     assert "writes in place, or into more or less than one tensor" in remark.message
@@ -231,7 +241,7 @@ ADDED_TO: dict[str, tuple[Callable[..., Tensor], str]] = {
 
 @pytest.mark.parametrize("case", ADDED_TO)
 def test_a_kernel_that_may_add_to_something_is_no_matmul(case: str, registered: list[Any]) -> None:
-    register_matmul(added_to, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES)
+    register_matmul(added_to, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES, constants=TILE)
     registered.append(added_to)
     program, code = ADDED_TO[case]
     report = run_pass(graph_of(program, torch.randn(16, 32), torch.randn(32, 48), torch.randn(16, 48)).graph)
@@ -282,6 +292,7 @@ TENSORS = {"a": "a_ptr", "b": "b_ptr", "out": "c_ptr"}
         ({**TENSORS, "sizes": ("M", "N")}, "sizes=('M', 'N') are not the names of M, N and K"),
         ({**TENSORS, "sizes": ("M", "N", "L")}, "['L'] are none of its arguments: a_ptr, b_ptr, c_ptr, bias_ptr, M, N"),
         ({**TENSORS, "strides": {"a": ("row", 1)}}, "['row'] are none of its arguments"),
+        ({**TENSORS, "constants": {"TILE": ...}}, "['TILE'] are none of its arguments"),
         ({**TENSORS, "strides": {"bias": (1,)}}, "strides has ['bias'], which are not among its tensors: a, b, out"),
     ],
 )
@@ -367,7 +378,7 @@ def test_numbers_of_which_nothing_is_told(registered: list[Any]) -> None:
 
 
 def test_a_kernel_that_takes_no_strides_has_contiguous_operands(registered: list[Any]) -> None:
-    register_matmul(added_to, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES)
+    register_matmul(added_to, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES, constants=TILE)
     registered.append(added_to)
     into = lambda x, w: summed(add_matmul(x.new_zeros(16, 32), x, w))  # noqa: E731
     inputs = torch.randn(16, 32), torch.randn(32, 32)
@@ -375,9 +386,50 @@ def test_a_kernel_that_takes_no_strides_has_contiguous_operands(registered: list
     (remark,) = reported(lambda x, w: into(x, w.t()), *inputs)
     assert "takes b, which is not contiguous: tell register_matmul by strides=" in remark.message
     strides = {"b": (1, 32)}
-    register_matmul(added_to, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES, strides=strides)
+    register_matmul(added_to, a="a_ptr", b="b_ptr", out="c_ptr", sizes=SIZES, strides=strides, constants=TILE)
     assert reported(lambda x, w: into(x, w.t()), *inputs)[0].outcome == "FUSED"
     assert reported(into, *inputs)[0].outcome == "MISSED"
+
+
+def activated(a: Tensor, b: Tensor, kernel: Any = matmul_and_activation, **constants: Any) -> Tensor:
+    c = a.new_empty(a.shape[0], b.shape[1])
+    kernel[(1,)](a, b, c, a.shape[0], b.shape[1], a.shape[1], **constants)
+    return c
+
+
+def tuned(*configs: dict[str, Any]) -> Any:
+    return triton.autotune([triton.Config(config) for config in configs], key=["M"])(matmul_and_activation)
+
+
+RELUS, TILES = tuned({"BLOCK": 64, "ACTIVATION": "relu"}), tuned({"BLOCK": 64}, {"BLOCK": 128})
+COMPILED_FOR: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "what was told": (lambda x, w: activated(x, w, BLOCK=64, ACTIVATION=""), ""),
+    "another tile": (
+        lambda x, w: activated(x, w, BLOCK=128, ACTIVATION=""),
+        "has 128 for BLOCK, and constants= has 64",
+    ),
+    "an activation": (lambda x, w: activated(x, w, BLOCK=64, ACTIVATION="relu"), "has 'relu' for ACTIVATION"),
+    "tuned tiles": (lambda x, w: activated(x, w, TILES, ACTIVATION=""), "has 128 for BLOCK, and constants= has 64"),
+    "a tuned activation": (lambda x, w: activated(x, w, RELUS), "has 'relu' for ACTIVATION"),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED_FOR)
+def test_a_kernel_that_its_constants_make_another_is_not_the_registered_one(case: str, registered: list[Any]) -> None:
+    """The line that is printed for a call is of that call; three dots let any tile be."""
+    program, says = COMPILED_FOR[case]
+    inputs = torch.randn(16, 32), torch.randn(32, 48)
+    numbers: dict[str, Any] = {"a": "a_ptr", "b": "b_ptr", "out": "c_ptr", "sizes": SIZES}
+    register_matmul(matmul_and_activation, **numbers)
+    registered.append(matmul_and_activation)
+    (remark,) = reported(lambda x, w: summed(program(x, w)), *inputs)
+    assert "too: tell register_matmul by constants={" in remark.message
+    register_matmul(matmul_and_activation, **numbers, constants={"BLOCK": 64, "ACTIVATION": ""})
+    (remark,) = reported(lambda x, w: summed(program(x, w)), *inputs)
+    assert (remark.outcome, says in remark.message) == ("MISSED" if says else "FUSED", True)
+    register_matmul(matmul_and_activation, **numbers, constants={"BLOCK": ..., "ACTIVATION": ""})
+    (remark,) = reported(lambda x, w: summed(program(x, w)), *inputs)
+    assert remark.outcome == ("MISSED" if "activation" in case else "FUSED")
 
 
 # --- between a collective and a matmul -----------------------------------------------------------------------------

@@ -54,6 +54,18 @@ def rows_times_weight_and_sums(a_ptr, b_ptr, c_ptr, sums_ptr, M, N, K, BLOCK: tl
 
 
 @triton.jit
+def matmul_and_activation(a_ptr, b_ptr, c_ptr, M, N, K, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """`c = a @ b` of contiguous matrices, and what a constant says of that."""
+    m, n, k = tl.arange(0, BLOCK), tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    a = tl.load(a_ptr + m[:, None] * K + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
+    b = tl.load(b_ptr + k[:, None] * N + n[None, :], mask=(k[:, None] < K) & (n[None, :] < N), other=0.0)
+    total = tl.dot(a, b)
+    if ACTIVATION == "relu":
+        total = tl.maximum(total, 0.0)
+    tl.store(c_ptr + m[:, None] * N + n[None, :], total, mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+@triton.jit
 def added_to(a_ptr, b_ptr, c_ptr, M, N, K, BLOCK: tl.constexpr):
     """`c += a @ b` of contiguous matrices."""
     m, n, k = tl.arange(0, BLOCK), tl.arange(0, BLOCK), tl.arange(0, BLOCK)
