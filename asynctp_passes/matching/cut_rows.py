@@ -15,8 +15,10 @@ do more than `MOST_RANGES`, as of experts.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -175,7 +177,7 @@ def all_parts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[tu
         for taken in (whole, *(user for user in whole.users if cut_dimension(user, ranks, sizes) is not None)):
             before = () if taken is whole else (taken,)
             users = (user for user in taken.users if not is_size(user))
-            found = (part for user in users for part in _parts(user, taken, sizes))
+            found = (leaf for user in users for part in _parts(user, taken, sizes) for leaf in _leaves(part, sizes))
             parts = [replace(part, steps=(*before, *part.steps)) for part in found if _is_used(part.steps[-1])]
             if any(traits_of(user).view in (View.CAT, View.STACK) for part in parts for user in part.steps[-1].users):
                 continue  # a rearrangement
@@ -203,11 +205,13 @@ def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
         return
     if traits.takes_range and arguments(user).get("step", 1) == 1 and user.args[:1] == (whole,):
         values = arguments(user)
-        dim = values["dim"] % len(before)
+        dim, size = values["dim"] % len(before), sizes.of(value_of(user))[values["dim"]]
         start = canonical(0) if values["start"] is None else sizes.read(values["start"])
-        if isinstance(start, int) and start < 0:
+        if _is_open(values.get("end", start)):  # a symbol that it begins at may be negative
+            start = canonical(before[dim] - size)
+        elif isinstance(start, int) and start < 0:
             start = canonical(before[dim] + start)
-        yield Part((user,), dim, start, canonical(start + sizes.of(value_of(user))[dim]))
+        yield Part((user,), dim, start, canonical(start + size))
     elif traits.view is View.SELECT and isinstance(index := arguments(user)["index"], int):
         dim = arguments(user)["dim"] % len(before)
         start = canonical(index if index >= 0 else before[dim] + index)
@@ -220,6 +224,25 @@ def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
             if index in taken:
                 yield Part((user, taken[index]), dim, start, end)
             start = end
+
+
+def _is_open(end: Any) -> bool:
+    """True for the end of a slice that goes to the last index. A narrow has a length instead."""
+    return end is None or (isinstance(end, int) and end == sys.maxsize)
+
+
+def _leaves(part: Part, sizes: Sizes) -> Iterator[Part]:
+    """A part; or those that it is taken in alone, as slices of a slice."""
+    node, value, whole = part.steps[-1], tensor_of(part.steps[-1]), tensor_of(part.steps[0].args[0])
+    keeps = value is not None and whole is not None and value.dim() == whole.dim()
+    users = [user for user in node.users if not is_size(user)]
+    inner = [one for user in users for one in _parts(user, node, sizes)] if keeps else []
+    if not inner or {one.steps[0] for one in inner} != {*users} or any(one.dim != part.dim for one in inner):
+        yield part
+        return
+    for one in inner:
+        ends = (canonical(part.start + place) for place in (one.start, one.end))
+        yield from _leaves(Part((*part.steps, *one.steps), part.dim, *ends), sizes)
 
 
 def _apart(parts: Sequence[Part]) -> list[Part]:

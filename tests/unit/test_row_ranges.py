@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from operator import getitem
+from operator import getitem, neg
 
 import pytest
 import torch
@@ -172,6 +172,33 @@ def test_a_range_that_is_taken_twice() -> None:
     whole = b.gather(b.input("x", [4, 8]))
     outs = streams(b, whole, (0, 5), (5, END))
     check(b.returns(*outs, b.relu(rows(b, whole, 0, 5)), b.mm(rows(b, whole, 5, END), b.input("t", [8, 3]))), 4, ["F"])
+
+
+def test_ranges_of_a_range() -> None:
+    """Whether a matmul takes the other rows or not."""
+    for last in (lambda b, part: b.relu(part), lambda b, part: b.mm(part, b.input("u", [8, 3]))):
+        b = GraphBuilder()
+        whole = b.gather(b.input("x", [4, 8]))
+        most = rows(b, whole, 0, 10)
+        graph = b.returns(*streams(b, most, (0, 4), (4, END)), last(b, rows(b, whole, 10, END)))
+        check(graph, 4, expected=["F"])
+        assert sum("mm.default" in str(node.target) for node in graph.nodes) == 0
+
+
+def test_ranges_that_are_narrowed() -> None:
+    b = GraphBuilder()
+    whole = b.gather(b.input("x", [4, 8]))
+    parts = [b.call(aten.narrow.default, whole, 0, *place) for place in ((0, 5), (5, 11))]
+    check(b.returns(*[b.mm(part, b.input(f"w{i}", [8, 6])) for i, part in enumerate(parts)]), 4, expected=["F"])
+
+
+def test_a_border_that_is_counted_from_the_end() -> None:
+    b = GraphBuilder()
+    whole, border = b.gather(b.input("x", [4, 8], dynamic=0)), b.input("text", [5, 3], dynamic=0)
+    count = b.call(neg, b.call(aten.sym_size.int, border, 0))
+    parts = [b.call(aten.slice.Tensor, whole, 0, *ends) for ends in ((0, count), (count, END))]
+    graph = b.returns(*[b.mm(part, b.input(f"w{i}", [8, 6])) for i, part in enumerate(parts)])
+    assert outcomes(run_pass(graph)) == ["F"]
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
