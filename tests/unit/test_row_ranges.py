@@ -384,7 +384,7 @@ def check(graph: Graph, ranks: int, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_ranges_compute_the_same(seed: int) -> None:
-    """Random ranges: of any number of ranks, in any order, some of padded rows, with two weights or other users."""
+    """Random ranges: of any number of ranks, in any order, some of padded rows or of a range, with any users."""
     draw = random.Random(seed)
     ranks, outer, inner, padding = draw.choice((2, 4)), draw.choice((1, 1, 3)), draw.randint(2, 6), draw.randint(0, 1)
     b = GraphBuilder(ranks=ranks)
@@ -396,9 +396,11 @@ def test_any_ranges_compute_the_same(seed: int) -> None:
     cuts = sorted(draw.sample(range(1, size), min(size - 1, draw.randint(1, 3))))
     ends = list(zip([0, *cuts], [*cuts, size], strict=True))
     draw.shuffle(ends)
+    nested = draw.random() < 0.3
+    most = rows(b, whole, 0, cuts[-1], dim) if nested else whole
     outs: list[Node] = []
     for place, (first, end) in enumerate(ends):
-        part = rows(b, whole, first, end, dim)
+        part = rows(b, most if end <= cuts[-1] else whole, first, end, dim)
         flat = b.reshape(part, [outer * (end - first), 8])
         outs += [b.mm(flat, b.input(f"w{place}_{i}", [8, draw.randint(1, 9)])) for i in range(draw.randint(1, 2))]
         outs += [b.relu(part)] * draw.randint(0, 1)
