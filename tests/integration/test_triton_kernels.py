@@ -402,6 +402,7 @@ def tuned(*configs: dict[str, Any]) -> Any:
 
 
 RELUS, TILES = tuned({"BLOCK": 64, "ACTIVATION": "relu"}), tuned({"BLOCK": 64}, {"BLOCK": 128})
+BY_HEURISTIC = triton.heuristics({"ACTIVATION": lambda arguments: "relu"})(matmul_and_activation)
 COMPILED_FOR: dict[str, tuple[Callable[..., Tensor], str]] = {
     "what was told": (lambda x, w: activated(x, w, BLOCK=64, ACTIVATION=""), ""),
     "another tile": (
@@ -411,6 +412,10 @@ COMPILED_FOR: dict[str, tuple[Callable[..., Tensor], str]] = {
     "an activation": (lambda x, w: activated(x, w, BLOCK=64, ACTIVATION="relu"), "has 'relu' for ACTIVATION"),
     "tuned tiles": (lambda x, w: activated(x, w, TILES, ACTIVATION=""), "has 128 for BLOCK, and constants= has 64"),
     "a tuned activation": (lambda x, w: activated(x, w, RELUS), "has 'relu' for ACTIVATION"),
+    "an activation by a heuristic": (
+        lambda x, w: activated(x, w, BY_HEURISTIC, BLOCK=64, ACTIVATION=""),
+        "has 'relu' for ACTIVATION",
+    ),
 }
 
 
