@@ -242,7 +242,7 @@ VIEW_NOT_UNDERSTOOD = _miss(
     "write it with reshape, permute, split/chunk, slice and cat, or move it before or after both, the matmul and the "
     "collective. Nothing to do for rows that are regrouped of elements of several ranks",
     "write it with reshape, permute, split/chunk, slice and cat, or do it to the collective's result. Gather parts, "
-    "instead of summing each among zeros",
+    "instead of summing each among zeros. Pad rows at their end",
 )
 COMPUTED_BETWEEN = _miss(
     "ATP105",
@@ -580,7 +580,7 @@ PRODUCTS_JOINED = _skip(
     "ATP408",
     "PRODUCTS_JOINED",
     "matmuls of different weights each make a part of the reduced tensor, as those of two streams do",
-    "reduce each part by itself: in a backward, by gathering each by itself",
+    "reduce each part by itself: in a backward, by gathering each by itself. Pad rows that the ranks do not divide",
     no_matmul_takes_it=True,
 )
 
