@@ -812,8 +812,10 @@ def _run(program: Found, rank: int) -> dict[str, Any]:
     logging.getLogger("asynctp_passes").removeHandler(heard)
     told = [f"{remark.code} {remark.message} {remark.hint}" for report in reports for remark in report.remarks]
     notes = [str(note) for report in reports for note in report.notes]
+    remarks = {f"asynctp: {remark}" for report in reports for remark in report.remarks}
+    said = [text for text in heard.said if text not in remarks] + notes
     became = [outcome for report in reports for outcome in outcomes(report)]
-    return {"eager": eager, "compiled": compiled, "outcomes": became, "told": told, "said": heard.said + notes}
+    return {"eager": eager, "compiled": compiled, "outcomes": became, "told": told, "said": said}
 
 
 def run_found(rank: int, world_size: int, names: list[str] | None = None) -> dict[str, dict[str, Any]]:
