@@ -249,7 +249,7 @@ def _other_constant(node: fx.Node, op: MatmulOp, known: Container[str | int]) ->
 
 
 def _as_told(node: fx.Node, names: Container[str]) -> str:
-    """The `constants` of a call; three dots for one of which its tuning tries several values."""
+    """The `constants=` that describes a call; `...` for a constant whose tuning tries several values."""
     given = [(name, values) for name, values in triton_kernels.constants_of(node).items() if name in names]
     shown = (f'"{name}": ' + ("..." if any(one != of[0] for one in of) else f"{of[0]!r}") for name, of in given)
     return f"{{{', '.join(shown)}}}".replace("'", '"')

@@ -198,7 +198,7 @@ def mutates(node: fx.Node) -> bool:
 def orders_streams(node: fx.Node) -> bool:
     """True for an op that orders streams of the program, as a wait for an event, alone or in torch's `control_deps`.
 
-    Nodes behind it may depend on it by their place in the graph alone, without a data dependency.
+    The order of the graph alone may say that a later node waits for it: there need be no data dependency.
     """
     if torch_ops.is_op(node.target):
         return name_of(node.target).startswith("streams.")

@@ -339,13 +339,13 @@ def register_matmul(
         out: Name of the argument that the op writes its result to, when it returns none. Such an op is understood as
             functionalization leaves it in a compiled graph: inside of `auto_functionalized`.
         b_transposed: `b` is `[N, K]`, as in a linear layer.
-        sizes: Names of the arguments of a Triton kernel that are M, N and K. A call that passes another number is
-            missed, and so is one that passes a number of which nothing is told.
+        sizes: Names of the arguments of a Triton kernel that are M, N and K. A call that passes another size,
+            or a number that is described neither here nor in `strides`, is missed.
         strides: Names of the arguments that are strides, by the tensor's role: `{"a": ("stride_am", "stride_ak")}`. A
             number in the place of a name is the stride itself. A tensor that is not here has to be contiguous.
         constants: Values of the constants of a Triton kernel: `{"ACTIVATION": "", "BLOCK": ...}`. Three dots say that
-            it computes the matmul with any value, as with any size of a tile. A call that passes another value is
-            missed, and so is one that passes a constant of which nothing is told.
+            it computes the matmul with any value, as with any size of a tile. A call that passes another value, or
+            a constant that is not described here, is missed.
 
     Returns:
         The descriptor. Registering an op again replaces it.
@@ -496,7 +496,7 @@ class _Schema:
         self.require(found[name] in types, f"{role}={name!r} is of type {found[name]}, and not {' or '.join(types)}")
 
     def numbers(self, matmul: MatmulOp) -> None:
-        """Require that no sizes or strides are described: an op knows those of its tensors."""
+        """Require that no sizes, strides or constants are described: these are a Triton kernel's."""
         told = matmul.sizes or matmul.strides or matmul.constants
         self.require(not told, "sizes, strides and constants are for a Triton kernel; an op knows those of its tensors")
 

@@ -1,6 +1,6 @@
 """Match a reduction: prove that it reduces a sum of matmuls, arranged by rank, or say why not. Pure.
 
-`find` shows the form. Rows of zeros may be put behind the sum, to be reduce-scattered (`padding`).
+`find` shows the form. Rows of zeros may pad the end of the sum before its reduce-scatter (`padding`).
 """
 
 from __future__ import annotations

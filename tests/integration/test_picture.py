@@ -362,7 +362,7 @@ if __name__ == "__main__":
 
 
 def test_a_requirement_of_ranks_that_a_process_starts(tmp_path: Path) -> None:
-    """Ranks answer for themselves, of which the last compiles nothing; neither their launcher nor helpers do."""
+    """Each rank answers for itself, and the last one compiles nothing. Launchers and helpers do not answer."""
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     environment = {**os.environ, "ASYNCTP_REQUIRE": "fused=1"}

@@ -48,7 +48,7 @@ def _two_ranks() -> Iterator[None]:
 
 @pytest.fixture(name="registered")
 def registrations() -> Iterator[list[Any]]:
-    """A list of kernels, each of which is unregistered after the test."""
+    """A list of kernels. The test adds to it, and they are unregistered afterwards."""
     found: list[Any] = []
     yield found
     for one in found:
@@ -347,7 +347,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], str]] = {
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("case", CALLS)
 def test_a_call_passes_sizes_and_strides_as_they_are(case: str, dynamic: bool, registered: list[Any]) -> None:
-    """Of a square weight no shape shows what is swapped."""
+    """The weight is square, so that its shape does not show swapped strides."""
     register(registered)
     program, says = CALLS[case]
     (remark,) = reported(program, torch.randn(16, 32), torch.randn(32, 32), dynamic=dynamic)

@@ -204,7 +204,7 @@ def test_a_border_that_is_counted_from_the_end() -> None:
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_steps_that_are_selected(batch_first: bool, at_once: bool) -> None:
-    """Of a batch of two, or of sequences of two steps, each by a weight of its own."""
+    """A batch of two, or sequences of two steps: each index is multiplied by a weight of its own."""
     b = GraphBuilder()
     whole = b.reshape(b.gather(b.input("x", [4, 8])), [2, 8, 8] if batch_first else [8, 2, 8])
     dim = 0 if batch_first else 1
