@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import found_programs
 import pytest
 import torch
 import torch.distributed as dist
 from compiled_training import QUICK, start
-from model_programs import PROGRAMS, RANKS, ModelProgram
+from found_programs import FOUND
+from model_programs import OF_KINDS_SHOWN, PROGRAMS, RANKS, ModelProgram
 from passes import outcomes
+from profiles import thorough
 from ranks import imagined_ranks
 from torch import Tensor
 
@@ -39,7 +42,19 @@ def tensor(sizes: list[Any], trains: bool) -> Tensor:
     return out.requires_grad_(trains and dtype.is_floating_point)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=[program.call.__name__ for program in PROGRAMS])
+def test_kinds_are_shown_by_programs_that_always_run() -> None:
+    names = {program.call.__name__ for program in PROGRAMS}
+    assert OF_KINDS_SHOWN.keys() <= names
+    always = (names - OF_KINDS_SHOWN.keys()) | (FOUND.keys() - found_programs.OF_KINDS_SHOWN.keys())
+    assert set(OF_KINDS_SHOWN.values()) <= always
+    assert set(found_programs.OF_KINDS_SHOWN.values()) <= always
+
+
+@pytest.mark.parametrize(
+    "program",
+    [thorough(program) if program.call.__name__ in OF_KINDS_SHOWN else program for program in PROGRAMS],
+    ids=[program.call.__name__ for program in PROGRAMS],
+)
 def test_program(program: ModelProgram) -> None:
     start()
     call = torch.compile(program.call, backend="asynctp", options={"strict": "off", **QUICK})

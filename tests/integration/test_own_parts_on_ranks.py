@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from profiles import thorough
 from ranks import run_ranks
 from torch import Tensor
 
@@ -90,7 +91,7 @@ def judged(rank: int, ranks: int, uses: list[Use]) -> list[tuple[bool, list[str]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, thorough(4)])
 def test_values_and_gradients(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     wanted = {use: (True, ["matmul_reduce_scatter"] * 2, ["own"]) for use in SCATTERED}

@@ -440,11 +440,11 @@ def case_inference_mode(mesh: DeviceMesh) -> tuple[Report, ...]:
 
 def _inference(mesh: DeviceMesh, mode: AbstractContextManager[None]) -> tuple[Report, ...]:
     start()
-    module = block(mesh)
+    module = mlp(mesh)
     with mode:
         x = shard_of(mesh, 2, 4, 16).detach()
         assert_close([compiled(module, fullgraph=True)(x)], [module(x)])
-    assert_fused(asynctp_passes.reports(), {"inference": 4})
+    assert_fused(asynctp_passes.reports(), {"inference": 2})
     return asynctp_passes.reports()
 
 
@@ -841,11 +841,14 @@ GRID_CASES = ("weights_gathered_over_data_parallel_ranks", "weights_gathered_and
 LATER_CASES = ("cache_of_other_process",)
 #: Each takes long and is of a kind that another case shows: for the thorough profile.
 OF_KINDS_SHOWN = (
+    "mlp_like_plain_inductor",  # the others compare with eager, which plain Inductor's values are near
     "mlp_with_real_code",  # the demo's short run compiles C++ of more kernels, for a forward and a backward
-    "block_float32_batch_1",  # block_gathered_again
+    "block_float32_batch_1",  # autocast
+    "block_gathered_again",  # gradients of test_rematerialized_programs
     "block_bfloat16_batch_2",  # autocast
     "no_grad",  # inference_mode, quantized_by_rows
-    "checkpoint_of_dtensor_block",  # checkpoint_of_dtensors, checkpoint_of_dtensor_attention
+    "checkpoint_of_dtensor_block",  # checkpoint_of_dtensors
+    "checkpoint_of_dtensor_attention",  # checkpoint_of_dtensors, and torch 2.12 and 2.13 cannot compile it
     "selective_checkpoint_of_dtensor_block",  # selective_checkpoint_of_dtensors
     "block_compiled_on_one_rank",  # compile_on_one_rank
 )

@@ -90,6 +90,22 @@ def found(
 
 #: Each takes long and is of a kind that another program shows: for the thorough profile.
 OF_KINDS_SHOWN = {
+    "foreach_residuals_after_two_sums": "foreach_activation_of_two_gathers",
+    "three_streams_in_a_batch": "two_streams_that_meet_at_a_border_of_shards",
+    "step_of_two_streams": "step_of_two_split_streams",
+    "product_joined_with_zeros_for_all_lengths": "product_padded_for_all_lengths",
+    "step_of_a_padded_product": "step_of_a_product_padded_by_what_is_left",
+    "lookup_in_a_gathered_table": "head_of_selected_tokens",
+    "head_of_the_last_token_of_each_sequence": "head_of_selected_tokens",
+    "tokens_of_local_experts": "head_of_selected_tokens",
+    "head_of_tokens_that_have_a_label": "tokens_that_a_router_takes",
+    "product_put_back_in_order_before_the_scatter": "patches_put_in_the_order_of_windows",
+    "features_added_to_tokens_of_an_image": "experts_of_a_capacity",
+    "image_enlarged_before_its_projection": "mixed_by_a_fourier_transform",
+    "tokens_mixed_with_those_before": "hidden_state_joined_with_the_next_embedding",
+    "all_but_the_first_and_the_last_token": "head_of_all_but_the_last_token",
+    "local_op_named_as_a_gather": "op_named_as_a_matmul",
+    "op_that_finishes_a_linear_before_its_sum": "op_named_as_attention",
     "frozen_linears_in_bf16": "frozen_linears_with_bias",
     "mean_of_the_means_of_chunks": "head_and_loss_in_uneven_chunks",
     "chunked_losses_of_two_predictions": "head_and_loss_in_uneven_chunks",

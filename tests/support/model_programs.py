@@ -22,7 +22,29 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 
-__all__ = ["PROGRAMS", "RANKS", "ModelProgram"]
+__all__ = ["OF_KINDS_SHOWN", "PROGRAMS", "RANKS", "ModelProgram"]
+
+#: programs for the thorough profile only, and one that shows the same kind, here or in `found_programs`
+OF_KINDS_SHOWN = {
+    "latent_attention_that_splits_the_rotary_part": "latent_attention_that_gathers_low_ranks",
+    "sequence_first": "einsum_per_head_of_a_batch",
+    "interleaved_gate_and_up_with_limits": "fused_gate_and_up",
+    "attention_and_mlp_in_parallel": "fused_qkv_with_grouped_queries",
+    "norms_before_and_after_a_residual": "norm_between_a_scatter_and_a_gather",
+    "residual_in_fp32": "sum_in_fp32_of_products_in_bf16",
+    "dropout_of_shards": "norm_between_a_scatter_and_a_gather",
+    "sum_of_a_scaled_product": "dropout_before_the_sum",
+    "fp8_with_a_scale_for_each_token": "registered_quantizer_of_rows",
+    "logits_of_targets_of_a_sharded_vocabulary": "cross_entropy_of_a_sharded_vocabulary",
+    "head_of_the_last_tokens": "head_of_selected_tokens",
+    "head_in_chunks": "head_and_loss_in_uneven_chunks",
+    "hidden_and_embedded_tokens_side_by_side": "hidden_state_joined_with_the_next_embedding",
+    "tower_of_patches_sharded_by_the_sequence": "fused_gate_and_up",
+    "chunks_of_a_prefill": "attention_of_a_prefill",
+    "parameters_gathered_over_another_dimension": "layer_whose_weights_are_gathered_in_between",
+    "step_of_a_gated_mlp": "step_of_an_mlp_with_lora",
+    "step_of_attention": "step_of_an_mlp_with_lora",
+}
 
 RANKS = 4
 BF16, FP8, INT8, INT64 = torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int64

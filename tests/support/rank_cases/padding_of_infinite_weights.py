@@ -56,7 +56,7 @@ def program(rank: int, ranks: int, compiled: Compile) -> list[Tensor]:
     with torch.no_grad():
         for each in (padded, joined, written, scaled, scaled_by_rows):
             function = compiled(each, dynamic=None if each is padded else True)
-            for rows in (17, 24, 22, 19):  # one graph for all; of `padded` the first is static
+            for rows in (17, 24, 23, 19):  # one graph for all; of `padded` the first is static
                 found.append(function(torch.randn(rows, 16, dtype=torch.bfloat16), w, bias))
                 zeros = found[-1][max(rows - rank * found[-1].shape[0], 0) :]
                 assert torch.equal(zeros.view(torch.int16), torch.zeros_like(zeros).view(torch.int16))
@@ -64,4 +64,4 @@ def program(rank: int, ranks: int, compiled: Compile) -> list[Tensor]:
 
 
 if __name__ == "__main__":
-    run(program, 3, judge=fused(6))
+    run(program, judge=fused(6))
