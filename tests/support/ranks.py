@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -167,13 +168,12 @@ def _rank_main(
 def _join(ranks: list[Any], timeout_s: float, folder: Path) -> None:
     """Wait for every rank; stop at the first failure, since its peers would wait for it in vain."""
     until = time.monotonic() + timeout_s
-    while any(process.is_alive() for process in ranks):
+    while running := [process.sentinel for process in ranks if process.is_alive()]:
         if any(process.exitcode not in (None, 0) for process in ranks):
             break
         if time.monotonic() > until:
             raise RuntimeError(f"ranks did not end within {timeout_s} s")
-        for process in ranks:
-            process.join(timeout=0.05)
+        wait(running, timeout=until - time.monotonic())
     failed = [(i, p.exitcode) for i, p in enumerate(ranks) if p.exitcode not in (None, 0)]
     if failed:
         errors = "\n".join(path.read_text() for path in sorted(folder.glob("*.err")))

@@ -118,7 +118,7 @@ def _pushed(rank: int, world: int, seed: int) -> list[str]:
 
     group, wrong, own, shared = dist.group.WORLD, list[str](), random.Random(seed + rank), random.Random(seed)
     ran = dict.fromkeys(("fused", "decomposed", "whole"), 0)
-    for number in range(90):
+    for number in range(90 if THOROUGH else 50):
         (rows, cols), dtype = shared.choice(PUSHED), shared.choice((BF16, FP16, FP32))
         cols *= 1 if world == 2 else world
         how = shared.choice(("sum", "avg")) if world == 2 else "sum"
