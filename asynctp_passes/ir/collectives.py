@@ -1,8 +1,6 @@
 """Read collectives off a graph: each op's arguments by name, once, as a frozen value.
 
-The meaning of an op's arguments is in `registry`; every spelling is read into the same vocabulary. An op of another
-library is a collective if it is registered, or if its schema or its arguments have a process group. Its name tells
-nothing.
+An op of another library is a collective if it is registered, or if its schema or its arguments have a process group.
 """
 
 from __future__ import annotations

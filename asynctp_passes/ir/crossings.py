@@ -3,8 +3,7 @@
     all_gather -> views -> result of the graph          input of the graph -> views -> left operand of a matmul
     matmul     -> views -> result of the graph          input of the graph -> views -> reduce_scatter, all_reduce
 
-Where a tensor of the left column is one of the right column in another graph, a chain lies in two graphs. A matmul
-that looks like a weight's gradient is left out: what reduces it in another graph is data parallelism.
+A matmul that looks like a weight's gradient is left out: what reduces it in another graph is data parallelism.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Read matmuls off a graph: each op's arguments by name, once, as a frozen value.
 
-The meaning of an op's arguments is in `registry`; every spelling is read into the same vocabulary. An op of another
-library counts as a matmul if its shapes are those of one, and so does a Triton kernel that the program calls. Its name
-tells nothing.
+An op of another library counts as a matmul if its shapes are those of one, and so does a program's Triton kernel.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The order of communication: which nodes of a graph start to communicate, and that they keep their order. Pure.
 
-Ranks share the order in which they call collectives, and nothing else: what a rank computes beside them is its own.
-So each node that communicates stays after the one before it, whatever is done to the graph. A wait is no communication.
-
-An op of another library may communicate inside, and nothing tells: unless it is known or registered to be local, it is
-*opaque*, and a fixed point among what communicates. A fused op may come after a later collective if all ranks agree.
-It never comes after an opaque op that its collective comes before, or the other way round.
+Ranks share the order in which they call collectives, and nothing else. So each node that communicates stays after the
+one before it. An op of another library may communicate inside: unless it is known or registered to be local, it is
+*opaque*. No fused op passes one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Facts about ops that schemas do not tell: of torch's own ops, of libraries', and of those that programs register.
 
-Of collectives and matmuls these are the roles of their arguments; of other ops, what is promised of them.
-
     register_collective(torch.ops.vllm.all_gather, kind="all_gather", input="x", dim="dim", size="world_size",
                         group="group_name")
 
-A descriptor names the arguments of an op's schema by their roles. It is all that the pass knows about an op, so it
-promises what the op computes; what it promises is written at the class. Names decide nothing: an op without a
-descriptor and without a promise may communicate.
+A descriptor names the arguments of an op's schema by their roles, and promises what the op computes. Names decide
+nothing: an op without a descriptor and without a promise may communicate.
 """
 
 from __future__ import annotations

@@ -1,23 +1,9 @@
 """Where an index goes through views: strided index maps over a source tensor.
 
-A tensor that is a rearrangement of a source tensor is described by an `IndexMap`: each of its dimensions is
-a list of digits, each digit a (size, stride) pair, and the element at digit values i0, i1, ... is the
-source's element number
-
-    offset + i0 * stride0 + i1 * stride1 + ...
-
-in row-major order. All views are small edits of that list:
-
-    reshape   regroups the digits, splitting one where a new dimension ends inside it
-    permute   reorders the dimensions
-    dtype     of fewer bytes: one new digit, of a fraction of an element; of more bytes: that digit goes again
-    slice     shortens a digit and moves the offset
-    cat       of pieces whose offsets are o, o + d, o + 2d, ...: one new digit (number of pieces, d)
-
-so `split` + `cat`, `slice` + `cat`, `chunk`, `select` + `stack` and plain `reshape` need no patterns: equal
-rearrangements have equal maps. Pieces in another order have no common difference d, repeated ones have d = 0,
-dropped ones leave the source uncovered. Sizes and strides are integers or sympy expressions over positive
-integer symbols; every comparison is an algebraic identity, so nothing here guards or specializes.
+Each dimension of an `IndexMap` is a list of digits, pairs of a size and a stride. In row-major order the element at
+digit values i0, i1, ... is the source's element number `offset + i0 * stride0 + i1 * stride1 + ...`. Views edit that
+list (`docs/explanation/how-a-chain-is-proven.md`), so that equal rearrangements have equal maps, however they are
+spelled. Every comparison of sizes is an algebraic identity: nothing here guards or specializes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Following views in an FX graph: which nodes are rearrangements of a source tensor, and which index maps they have.
+"""Follow views in an FX graph: which nodes rearrange a source tensor, and by which index maps.
 
-`propagate` starts from sources (a gathered tensor, or matmul results) and walks the graph in order. An op that
-`op_traits` lists as a view carries maps from its inputs to its output, or refuses with a reason. Following ends at any
-other op. A new view is a row of `op_traits`. A new way of rearranging is a member of `View`, and its rule an entry of
-`RULES`.
+A new view is a row of `op_traits`. A new way of rearranging is a member of `View`, and its rule an entry of `RULES`.
 """
 
 from __future__ import annotations

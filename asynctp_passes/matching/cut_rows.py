@@ -1,16 +1,11 @@
-"""Rows that are cut off a gathered tensor before a matmul, as the padding of uneven shards: find them. Pure.
+"""Rows that are cut off a gathered tensor before a matmul, as padding is, and ranges that are all its rows. Pure.
 
     shard → all_gather → wait → view* → {slice, pad by fewer than none} → {copy, reshape}* → matmul
-
-Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same ones are
-cut off its result. There are as few as paddings to a multiple of the ranks have (`_is_most`).
-
-Where ranges of rows together are all of them, but for padding, the fused op multiplies each by its own weight:
-
     shard → all_gather → wait → view* → slice? → {slice, split, select}+ → {copy, reshape}* → matmul, by other weights
 
-Ranges that one weight multiplies are chunks, which save the memory of the whole result. They stay as they are, and so
-do more than `MOST_RANGES`, as of experts.
+Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same few
+(`_is_most`) are cut off its result; or it multiplies each range by its own weight. Ranges that one weight multiplies
+are chunks, which save the memory of the whole result. They stay, and so do more than `MOST_RANGES`, as of experts.
 """
 
 from __future__ import annotations

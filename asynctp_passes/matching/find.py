@@ -7,13 +7,9 @@
     summed    (mm → view* → {reduce_scatter, all_reduce} → wait → view*)+ → add*                      (`linear_sums`)
     own part  (mm+ → view*) → all_reduce → wait → view* → the rank's own part alone                      (`own_part`)
 
-The modules `match_gather` and `match_reduction` prove chains of one collective. `find` takes those of
-them that do not want the same matmul, and leave the graph without a cycle. Structure is proven by `index_map` on maps
-that `propagate` carries; no spelling of a view chain is enumerated.
-
-What looks like FSDP's is marked (`Candidate.weights`), for groups that have nothing else in the graph. Parameters are
-gathered: right operands, or vectors. Gradients are reduced: vectors, or products that contract over rows, and that no
-matmul goes on with. Reports say where that decided the scope, and by what it was told.
+Collectives that look like FSDP's are marked (`Candidate.weights`), for groups that have nothing else in the graph.
+Parameters are gathered: right operands, or vectors. Gradients are reduced: vectors, or products that contract over
+rows, and that no matmul goes on with.
 """
 
 from __future__ import annotations

@@ -3,18 +3,10 @@
     mm → view* → all_reduce → wait → view* ┐                       mm → view* ┐
     mm → view* → all_reduce → wait → view* ┴ add → ...   becomes   mm → view* ┴ add → all_reduce → wait → view* → ...
 
-A reduction is linear: `AR(x) + AR(y) = AR(x + y)`, and so is a reduce-scatter whose blocks lie alike. Layers that share
-an input, and each all-reduce their own gradient of it, write such sums (queries, keys and values; gate and up).
-
-Members are chains that could each be fused alone, and differ in their products only. Beside at least one of these,
-other reductions of the kind may be members: what they reduce is added to the products (routed tokens to a shared
-expert's). If only its sum over a dimension is used, that is added (experts' outputs, one by one). The sum after members
-is followed from their results as sums in front of a collective are from products (`propagate`): an addition joins equal
-maps. What else it adds in between, as a residual, is added to the one result.
-
-A sum over a dimension can be done before the reduction, where nothing else of what is reduced is used:
-
-    x → all_reduce → wait → view* → sum over a dimension → ...   is   x → view → sum → all_reduce → wait → ...
+A reduction is linear, and so is a reduce-scatter whose blocks lie alike. Members are chains that could each be fused
+alone, and differ in their products only. Beside one of these, other reductions of the kind may be members: what they
+reduce, or its sum over a dimension if only that is used, is added to the products. What the sum adds in between, as a
+residual, is added to the one result.
 """
 
 from __future__ import annotations

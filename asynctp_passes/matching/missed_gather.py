@@ -1,16 +1,9 @@
 """Say why a gather has no chain: the matmuls that its result reaches all the same, and what is on the way. Pure.
 
-A gather may also be an all-to-all: each rank keeps its own piece of every shard:
-
-    shard → all_gather → wait → view* → split into one piece a rank → this rank's piece
-
-DTensor moves a sharding to another dimension so on CPU, where gloo has no all-to-all; on GPUs it calls one collective.
-A program may also take a piece that is the same on all ranks, and drop the rest. One rank's graph shows the difference
-only by the number of the piece, so that a chain counts as an all-to-all on CPU alone, where nothing overlaps.
-
-And it may be taken in parts, which together are all of it:
-
-    shard → all_gather → wait → view* → {slice, split}+ → ...
+A gather may also be an all-to-all, `shard → all_gather → wait → view* → split → this rank's piece`. DTensor moves a
+sharding to another dimension so on CPU, where gloo has no all-to-all. A program may also take a piece that is the same
+on all ranks, and one rank's graph does not show the difference. So it counts as an all-to-all on CPU alone, where
+nothing overlaps.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Near misses: collectives that reach a matmul only through ops that change values.
 
-Those are where a user loses time and does not learn of it, so they are reported as MISSED, with the way from one to the
-other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts, reductions, norms and
-the like, and ops that are registered to be row-wise.
-
-An unknown op of another library counts as well, if it returns as many rows as it takes. So that nothing is silent, a
-way goes on through torch's other ops of as many rows, and unknown ones of as many columns, though there may be no
-chain. One that is registered as local, and not as row-wise, ends it: its user has said that it mixes rows. Attention,
-convolutions and recurrent layers multiply by themselves, and end it too. Names tell nothing.
+They are reported as MISSED, with the way from one to the other. Ops that a collective is still 'next to' a matmul
+through are views, pointwise ops, casts, reductions, norms and the like, and ops that are registered to be row-wise. An
+unknown op of another library counts as well, if it returns as many rows as it takes. So that nothing is silent, a way
+goes on through torch's other ops of as many rows, and unknown ones of as many columns. An op that is registered as
+local, and not as row-wise, ends it, and so does one that multiplies by itself, as attention.
 
 Rows flow on, not what is put to them: a mask, a factor or a bias that is smaller than the rows it meets.
 """

@@ -2,26 +2,14 @@
 
     shard → all_gather → wait → {view, pointwise op, cast, amax of a row}* → matmul
 
-A *region* begins as a gathered tensor with its views. Where no matmul takes these with the ranks in its rows it grows:
-then it holds the tensors that are computed from a gathered tensor in such a way that every rank can compute its part
-of them from its own shard. Each is [outer, ranks, inner] along one of its dimensions, and the part of a rank is its
-[outer, inner]:
+A *region* begins as a gathered tensor with its views. Where no matmul takes these with the ranks in its rows it grows
+by the ops of `_RULES`. Each of its tensors is [outer, ranks, inner] along one of its dimensions, and the part of a rank
+is its [outer, inner]. The same ops on parts, in the same order and dtypes, give the parts bit by bit: maxima do not
+depend on the order in which they are taken. Sums round in an order that may depend on the number of rows, so they end a
+region, as does whatever is not listed.
 
-    the gathered tensor     [ranks, shard] in the order of its elements, or in that of a view: its source says so
-    a view                  its index map says where the ranks went (`placement.locate_ranks`)
-    a pointwise op, a cast  elements meet elements of the same rank, or a value that is the same on all ranks and has
-                            one element along the ranks' dimension, or the same number everywhere
-    an amax or amin         over other dimensions than the ranks'
-    a registered op         that works row by row (`register_rowwise`), where a rank has whole rows
-
-The same ops on parts, in the same order and dtypes, give the parts of the same tensors, bit by bit: maxima do not
-depend on the order in which they are taken. So an amax over the ranks' dimension too is the maximum of those that the
-ranks find in their parts; with a few bytes more gathered, all ranks have it before the whole is there. Sums round in an
-order that may depend on the number of rows, so they end a region, as does whatever is not listed.
-
-What comes from outside the graph may differ by rank, and so may a number in it: one rank's graph does not say what the
-others' have. A tensor is the same on all ranks if a collective made it so. Numbers are taken to be the same in a
-quantization, where they are the limits of a format, and in an op that is registered so; nowhere else.
+What comes from outside the graph may differ by rank, and so may a number in it. A tensor is the same on all ranks if a
+collective made it so. Numbers are taken to be the same in a quantization, and in an op that is registered so.
 """
 
 from __future__ import annotations

@@ -3,18 +3,10 @@
     x → all_reduce → wait → ...                 x ┐                              ┌ → ...
     y → all_reduce → wait → ...     becomes     y ┴ cat → all_reduce → wait → split → ...
 
-fp8 training all-reduces an amax for every tensor that it quantizes: a few bytes each, so that each costs a whole
-latency and hardly any bandwidth.
-
-Only cheap work (views, pointwise ops, casts, reductions) may change its place. All else is *slow*: matmuls, other
-collectives, whatever is not known to be cheap, and each fused chain as one step. Slow steps keep their order, so every
-candidate has a window among them: it comes after the last slow step that it depends on (`after`), and before the first
-one that depends on it (`before`). Candidates go together when one point lies in all of their windows. A weight's amax
-depends on nothing slow, so it travels with the first one of the graph.
-
-Why the result has no cycle: candidates are tied to one another only through slow steps (a candidate that depends on
-another one through cheap work alone counts as slow itself). So if set S comes before set T, then
-`before(S) <= after(T) < before(T)`: along any way from set to set `before` grows, and none leads back.
+Only cheap work may change its place, and all else is *slow*: matmuls, other collectives, each fused chain as one step.
+So a candidate has a window, from the last slow step that it depends on (`after`) to the first that depends on it
+(`before`). Candidates go together when one point lies in all of their windows. One that depends on another through
+cheap work alone counts as slow. So if set S comes before set T, then `before(S) <= after(T) < before(T)`: no cycle.
 """
 
 from __future__ import annotations

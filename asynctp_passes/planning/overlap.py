@@ -4,15 +4,10 @@
     whole ─▶ reduce_scatter ─────────────────▶ wait ─▶ …                no matmul next to it, or one that is taken
                   product ─▶ … ─▶ product                              neither needs the other
 
-A weight's gradient contracts over the gathered rows: each of its elements needs all of the gather, so its product has
-nothing to begin with while shards arrive. Other products have. Which ones is decided on the graph in which every fused
-chain is one node, so that the rewrite can move the collective before the first of them and the wait after the last.
-
-A collective that no matmul takes in is overlapped if it is more than latency and its group has a fused chain: FSDP's
-are best left to bucketing. Beside a reduce-scatter matmuls must run which are not fused (the link is free meanwhile)
-and take as long as it does. Each decision adds order constraints: its start before its matmuls, its wait after them.
-Later decisions and the bucketing keep them. Ranks share the order of what communicates: the start passes none of that,
-and the wait takes none with it.
+A weight's gradient contracts over the gathered rows, so that its product cannot begin while shards arrive. A collective
+that no matmul takes in is overlapped if it is more than latency and its group has a fused chain: FSDP's are best left
+to bucketing. Beside a reduce-scatter matmuls must run which are not fused, and take as long as it does. Each decision
+adds order constraints, which later ones and the bucketing keep. The start passes nothing that communicates.
 """
 
 from __future__ import annotations

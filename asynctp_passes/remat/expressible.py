@@ -3,17 +3,10 @@
     saved   t(cast(gathered)), of a gathered tensor's bytes     ─▶  backward: t(cast(all_gather(shard)))
                                                                     and the forward saves the shard
 
-Torch's partitioner has divided the graph of forward and backward already. So what is kept is known, and nothing else
-changes: each saved tensor that is computed from the gathered one, without a matmul in between, has to be expressed.
-That is to be computed again by ops that have the same bits whenever they are done. It may start from the gather and
-from tensors that the backward reads anyway. Where the shard itself cannot be expressed so, it is saved.
-
-All that it starts from is memory that this graph has made and does not return. To an input, a parameter or a result the
-program may write before the backward. Even where the backward reads there anyway, it may read only a part, or only the
-sign, or mean the new values.
-
-Each gather is looked at alone, and needs nothing that another one could take away. So whether ranks refuse another one
-changes nothing.
+Torch's partitioner has divided the graph already. Each saved tensor that is computed from the gathered one, without a
+matmul in between, has to be computed again by ops that have the same bits whenever they are done. That may start from
+the gather, from tensors that the backward reads anyway, and from the shard, which is saved if it has to be. All this is
+memory that the graph has made and does not return: to other memory the program may write before the backward.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""The pass over a graph of a forward and its backward, before torch divides it.
-
-It marks what may be made again, notes the order of communication, and saves sums in place of products:
+"""The pass over a graph of a forward and its backward, before torch divides it: mark gathers, save sums, note order.
 
     tagged     product (save) ─▶ view* ─▶ all_reduce ─▶ wait             the forward returns the product: never fused
     instead    product ─▶ view* ─▶ all_reduce ─▶ wait (save)             the forward returns the sum
 
-Policies of activation checkpointing that save matmuls know no collectives. The backward would take what is saved and
-reduce it again, as the forward did: nothing else uses the product of a chain that can be fused. So it may as well keep
-the sum, which takes no more bytes, and it communicates once less. The values are the same ones.
+Policies of activation checkpointing that save matmuls know no collectives. The backward would reduce the product again.
+The sum has the same values, takes no more bytes, and saves a call.
 """
 
 from __future__ import annotations

@@ -1,17 +1,10 @@
 """Which gathers of a forward are worth being made again in the backward. Pure: `joint` marks them.
 
-    forward    shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ product
-    backward   shard ─▶ all_gather ─▶ wait ─▶ view* ─▶ weight's gradient     instead of keeping what was gathered
-
-The gathered tensor has a shard's bytes for every rank, and is most of what a layer with sequence parallelism keeps for
-its backward. The graph of forward and backward tells whether it is worth it. Whether it can be done is known when
-torch's partitioner has divided that graph (`expressible`).
-
-A gather is worth it if a fused op of the forward takes it in, the backward needs more of it than what products made,
-and activation checkpointing has not tagged it. Its group has to communicate in the backward anyway: another rank may
-run no backward in which it need not communicate. `"auto"` also asks that it is known to be worth a call, and to be
-overlapped: that matmuls of the backward which are in no fused op, beside which the link is free, take as long as all
-such gathers.
+A gathered tensor is most of what a layer with sequence parallelism keeps for its backward. A gather is worth making
+again if a fused op of the forward takes it in, the backward needs more of it than what products made, and activation
+checkpointing has not tagged it. Its group has to communicate in the backward anyway: another rank may run no backward
+in which it need not communicate. `"auto"` also asks that it is known to be worth a call, and that matmuls of the
+backward in no fused op, beside which the link is free, take as long as all such gathers.
 """
 
 from __future__ import annotations

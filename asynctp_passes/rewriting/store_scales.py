@@ -1,11 +1,10 @@
-"""fp8's scales, computed once: Inductor computes what is small again for every element that it is multiplied with.
+"""Compute fp8's scales once: Inductor computes what is small again for every element that it is multiplied with.
 
     amax [rows, 1] ─▶ fp64 ─▶ clamp ─▶ 448 / … ─▶ fp32 ─▶ log2 ─▶ floor ─▶ exp2  =  scale [rows, 1]
     x [rows, K] ─▶ * scale ─▶ clamp ─▶ fp8
 
-All of this is pointwise, so it becomes one kernel, with a division in fp64 for every element of x, and takes up to five
-times as long as memory does. Scales that are stored are read instead. The values are the same bits:
-only tensors are stored that are fp32 or fp64 in the program too.
+As one kernel, with a division in fp64 for every element of x, it takes up to five times as long as memory does. Only
+tensors are stored that are fp32 or fp64 in the program too, so that the bits are the same.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Bring a graph's nodes into an order in which each comes after its inputs.
 
 Inductor runs custom passes after its pattern matcher and before it sorts. The matcher puts all that it makes in front
-of a pattern's last result, so that users of the first result may come before it:
-
-    scores, weights, out, reduce_scatter(out), ..., grad_q      ─▶   reduce_scatter(sdpa), ..., sdpa, grad_q
-
-Here `sdpa` moves up to its first user. What a program does besides computing keeps its order: collectives among each
-other, random draws among each other, and what reads or writes memory that an in-place operation changes. Nothing moves
-past an op that orders streams, since what it orders does not show in the graph.
+of a pattern's last result, so that users of the first result may come before it. Such a node moves up to its first
+user. What a program does besides computing keeps its order: collectives, random draws, and what reads or writes memory
+that an in-place operation changes. Nothing moves past an op that orders streams.
 """
 
 from __future__ import annotations

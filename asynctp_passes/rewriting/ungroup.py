@@ -1,10 +1,8 @@
-"""Write an op of several tensors, as `torch._foreach_mul`, as one op for each, where it lies between communication and
-matmuls:
+"""Write an op of several tensors, as `torch._foreach_mul`, as one op for each, between communication and matmuls:
 
     _foreach_abs([a, b]) → getitem, getitem     becomes     abs(a), abs(b)
 
-By its contract the op does to each tensor what the single one does. So its chains are those of the single ops, and what
-is said of them is the same. Others stay, as an optimizer's, which Inductor makes one kernel of.
+By its contract the op does to each tensor what the single one does. Others stay, as an optimizer's.
 """
 
 from __future__ import annotations
