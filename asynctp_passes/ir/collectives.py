@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes.ir.nodes import arguments, called_name, called_op, first_tensor, items_of, op_name, tensor_of
+from asynctp_passes.ir.nodes import (
+    arguments,
+    called_name,
+    called_op,
+    carried,
+    first_tensor,
+    items_of,
+    op_name,
+    tensor_of,
+)
 from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.registry import (
     CollectiveKind,
@@ -23,7 +32,7 @@ from asynctp_passes.ir.registry import (
     promise_of,
     surely_communicates,
 )
-from asynctp_passes.ir.sizes import Sizes, identical
+from asynctp_passes.ir.sizes import Sizes, same_sizes
 from asynctp_passes.torch_private import process_groups, symbolic_sizes
 
 WAIT = "_c10d_functional.wait_tensor.default"
@@ -134,18 +143,19 @@ def _member(
     if not _keeps_promise(op, tensor_of(tensor), value):
         return None
     group = dict(op.groups).get(group, group) if isinstance(group, str) else group
+    known = carried(group)
     return Collective(
         node=node,
         kind=op.kind,
         input=tensor,
         waits=tuple(_waits(node)),
         group=group,
-        group_key=_group_key(group),
-        group_size=_group_size(group) if size is None else size,
+        group_key=process_groups.group_name_of(known) or (f"%{group.name}" if isinstance(group, fx.Node) else ""),
+        group_size=process_groups.size_of_group(known) if size is None else size,
         reduce_op=values.get(op.reduce_op, op.reduce_op),
         dim=dim % value.dim() if dim and value is not None else 0,
         call=call,
-        mesh_dim=process_groups.mesh_dimension_of(group.meta.get("val") if isinstance(group, fx.Node) else group),
+        mesh_dim=process_groups.mesh_dimension_of(known),
     )
 
 
@@ -163,8 +173,7 @@ def _keeps_promise(op: CollectiveOp, before: torch.Tensor | None, after: torch.T
     """False for a result of another dtype, and for an all-reduce's of another shape; lengths are looked at later."""
     if before is None or after is None:
         return True
-    alike = before.dim() == after.dim() and all(map(identical, before.shape, after.shape))
-    return before.dtype == after.dtype and (op.kind != "all_reduce" or alike)
+    return before.dtype == after.dtype and (op.kind != "all_reduce" or same_sizes(before.shape, after.shape))
 
 
 def waits_for_several(node: fx.Node) -> bool:
@@ -192,16 +201,4 @@ def _waits(node: fx.Node) -> Iterator[fx.Node]:
 
 def rank_of(collective: Collective) -> int | None:
     """This process's rank in a collective's group; None where there is no such group, or it is not in it."""
-    group = collective.group
-    return process_groups.rank_in_group(group.meta.get("val") if isinstance(group, fx.Node) else group)
-
-
-def _group_key(group: Any) -> str:
-    if isinstance(group, fx.Node):
-        return process_groups.group_name_of(group.meta.get("val")) or f"%{group.name}"
-    return process_groups.group_name_of(group)
-
-
-def _group_size(group: Any) -> int:
-    """Ranks of a group that exists; 0 for another one."""
-    return process_groups.size_of_group(group.meta.get("val") if isinstance(group, fx.Node) else group)
+    return process_groups.rank_in_group(carried(collective.group))

@@ -33,7 +33,7 @@ from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.operations import Matmul
 from asynctp_passes.ir.registry import ADDMM, MATMUL_ROLES, MatmulOp, can_promise, matmul_op, multiplies, promise_of
 from asynctp_passes.ir.scales import read_scales
-from asynctp_passes.ir.sizes import Size, are_one, as_size, differ, identical, product, same
+from asynctp_passes.ir.sizes import Size, are_one, as_size, differ, identical, product, same, same_sizes
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import fx_graphs, symbolic_sizes, torch_ops, triton_kernels
 
@@ -118,15 +118,11 @@ def _results(node: fx.Node) -> Iterator[tuple[torch.Tensor, list[fx.Node]]]:
 
 def _is_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> bool:
     """True where sizes are those of a matmul; not for two inputs of one shape, as of a sum."""
-    if left.dim() != out.dim() or right.dim() != 2 or _has_sizes(right, left):
+    if left.dim() != out.dim() or right.dim() != 2 or same_sizes(right.shape, left.shape):
         return False
     sizes = (left.shape[-1], out.shape[-1])
-    fits = any(all(map(identical, right.shape, order)) for order in (sizes, sizes[::-1]))
-    return fits and all(map(identical, left.shape[:-1], out.shape[:-1]))
-
-
-def _has_sizes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dim() == b.dim() and all(map(identical, a.shape, b.shape))
+    fits = any(same_sizes(right.shape, order) for order in (sizes, sizes[::-1]))
+    return fits and same_sizes(left.shape[:-1], out.shape[:-1])
 
 
 def operands_that_are(matmul: fx.Node, nodes: Container[fx.Node]) -> set[str]:
@@ -326,7 +322,7 @@ def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:
             break
         traits = traits_of(node)
         if traits.view in (View.EXPAND, View.RESHAPE):  # may repeat or regroup the matrices of a batch
-            if not all(identical(x, y) for x, y in zip(source.shape[-2:], value.shape[-2:], strict=True)):
+            if not same_sizes(source.shape[-2:], value.shape[-2:]):
                 break
         elif _swaps_last_two(node, value.dim()):
             transposed = not transposed
@@ -381,7 +377,7 @@ def added_matrix(node: fx.Node) -> fx.Node | None:
     added, out = tensor_of(values["self"]), tensor_of(node)
     if added is None or out is None or added.dim() != 2 or (values["alpha"], values["beta"]) != (1, 1):
         return None
-    whole = all(identical(a, b) for a, b in zip(added.shape, out.shape, strict=True)) and not _is_row(added, out)
+    whole = same_sizes(added.shape, out.shape) and not _is_row(added, out)
     return values["self"] if whole and added.dtype == out.dtype else None
 
 

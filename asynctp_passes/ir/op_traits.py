@@ -20,7 +20,6 @@ class View(enum.Enum):
     REVERSE_DIMS = enum.auto()  # the transposition of a matrix
     EXPAND = enum.auto()
     SLICE = enum.auto()
-    NARROW = enum.auto()
     SELECT = enum.auto()
     SPLIT = enum.auto()  # into several tensors
     UNBIND = enum.auto()
@@ -43,7 +42,6 @@ _REARRANGES = {View.SAME, View.RESHAPE, View.PERMUTE, View.TRANSPOSE, View.REVER
 _KEEPS_VALUES = _REARRANGES | {View.EXPAND, View.CAT, View.STACK, View.CAST}
 _WHOLE = _KEEPS_VALUES | {View.BITCAST}
 _PIECES = {View.SPLIT, View.UNBIND, View.ITEM, View.AWAIT_LIST}
-_RANGES = {View.SLICE, View.NARROW}
 
 
 class Reduction(enum.Enum):
@@ -111,11 +109,6 @@ class OpTraits:
         return self.view in _WHOLE | _PIECES
 
     @property
-    def takes_range(self) -> bool:
-        """True for a view that takes a range of the indices of a dimension."""
-        return self.view in _RANGES
-
-    @property
     def takes_part(self) -> bool:
         """True for a view that takes some elements, or moves them: which ones may depend on the rank.
 
@@ -170,7 +163,7 @@ TRAITS: dict[str, OpTraits] = {
     "aten.expand.default": OpTraits(View.EXPAND),
     # parts of a tensor
     "aten.slice.Tensor": OpTraits(View.SLICE),
-    "aten.narrow.default": OpTraits(View.NARROW),
+    "aten.narrow.default": OpTraits(View.SLICE),
     "aten.select.int": OpTraits(View.SELECT),
     "aten.split.Tensor": OpTraits(View.SPLIT),
     "aten.split_with_sizes.default": OpTraits(View.SPLIT),

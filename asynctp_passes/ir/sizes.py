@@ -128,6 +128,11 @@ def identical(a: Any, b: Any) -> bool:
     return same(as_size(a), as_size(b))
 
 
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """True for as many sizes of either, integers, symbolic ones or expressions, that are provably the same."""
+    return len(a) == len(b) and all(same(as_size(one), as_size(other)) for one, other in zip(a, b, strict=True))
+
+
 def are_one(sizes: Iterable[Any]) -> bool:
     """True for sizes that are provably 1."""
     return all(identical(size, 1) for size in sizes)

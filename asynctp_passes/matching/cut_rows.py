@@ -76,7 +76,7 @@ class Cut:
 def cut_dimension(node: fx.Node, ranks: int, sizes: Sizes) -> int | None:
     """The dimension whose last few indices a slice, or negative padding, cuts off; None if there is none."""
     traits, axis = traits_of(node), None
-    before = tensor_of(node.args[0]) if traits.takes_range or traits.view is View.PAD else None
+    before = tensor_of(node.args[0]) if traits.view in (View.SLICE, View.PAD) else None
     if before is None or tensor_of(node) is None:
         return None
     values, dims = arguments(node), before.dim()
@@ -198,7 +198,7 @@ def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
     traits, before = traits_of(user), sizes.of(value_of(whole))
     if "val" not in user.meta:
         return
-    if traits.takes_range and arguments(user).get("step", 1) == 1 and user.args[:1] == (whole,):
+    if traits.view is View.SLICE and arguments(user).get("step", 1) == 1 and user.args[:1] == (whole,):
         values = arguments(user)
         dim, size = values["dim"] % len(before), sizes.of(value_of(user))[values["dim"]]
         start = canonical(0) if values["start"] is None else sizes.read(values["start"])
