@@ -7,10 +7,11 @@ from collections.abc import Container, Sequence
 from torch import fx
 
 from asynctp_passes.ir.collectives import awaited_item
+from asynctp_passes.ir.matmuls import added_matrix
 from asynctp_passes.ir.order import communicates, in_turn
 from asynctp_passes.ir.sizes import Sizes
 from asynctp_passes.ir.traversal import draws, reachable
-from asynctp_passes.matching.chains import Chain, Hoist, Step
+from asynctp_passes.matching.chains import Chain, GatherChain, Hoist, Step
 
 
 def collapsed(
@@ -47,9 +48,10 @@ def collapsed(
                 inputs |= dict.fromkeys(one.nodes, sources)
         written = (matmul for matmul in chain.matmuls if matmul.call is not None)  # into a tensor, which is not read
         inputs |= {matmul.call: [matmul.a, *matmul.operands] for matmul in written}
-        for matmul in chain.added_apart:
-            del owners[matmul.node]
-            inputs[own] = [*inputs.get(own, own.all_input_nodes), *matmul.operands]
+        for matmul in chain.matmuls if isinstance(chain, GatherChain) else ():
+            if added_matrix(matmul.node) is not None:  # `c` of `c + a @ b` is added after the fused op, where it was
+                del owners[matmul.node]
+                inputs[own] = [*inputs.get(own, own.all_input_nodes), *matmul.operands]
     return owners, in_turn([node for node in _starts(graph, chains) if node not in free], inputs)
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import fx
 
 from asynctp_passes.ir.matmuls import is_matmul, read_term
@@ -165,15 +163,16 @@ def all_parts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[tu
     source = next(iter(propagation.maps), None)
     for whole, view in propagation.maps.items():
         value = tensor_of(whole)
-        if value is None or not _has_all(value, value_of(source), sizes):
-            continue
-        if incomplete(view, product(sizes.of(value))) is not None:
+        both = [] if value is None else [value, value_of(source)]
+        counts = [product(sizes.of(one)) * one.dtype.itemsize for one in both]
+        if value is None or not same(*counts) or incomplete(view, product(sizes.of(value))) is not None:
             continue
         for taken in (whole, *(user for user in whole.users if cut_dimension(user, ranks, sizes) is not None)):
             before = () if taken is whole else (taken,)
             users = (user for user in taken.users if not is_size(user))
             found = (leaf for user in users for part in _parts(user, taken, sizes) for leaf in _leaves(part, sizes))
-            parts = [replace(part, steps=(*before, *part.steps)) for part in found if _is_used(part.steps[-1])]
+            used = (part for part in found if not all(map(is_size, part.steps[-1].users)))
+            parts = [replace(part, steps=(*before, *part.steps)) for part in used]
             if any(traits_of(user).view in (View.CAT, View.STACK) for part in parts for user in part.steps[-1].users):
                 continue  # a rearrangement
             dims = {part.dim for part in parts}
@@ -181,16 +180,6 @@ def all_parts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[tu
                 continue
             if _are_all(_apart(parts), sizes.of(value)[dims.pop()], ranks):
                 yield whole, parts
-
-
-def _has_all(value: torch.Tensor, source: torch.Tensor, sizes: Sizes) -> bool:
-    """True for a tensor of as many bytes as its source."""
-    counts = (product(sizes.of(one)) * one.dtype.itemsize for one in (value, source))
-    return same(*counts)
-
-
-def _is_used(part: fx.Node) -> bool:
-    return not all(map(is_size, part.users))
 
 
 def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
@@ -202,7 +191,7 @@ def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
         values = arguments(user)
         dim, size = values["dim"] % len(before), sizes.of(value_of(user))[values["dim"]]
         start = canonical(0) if values["start"] is None else sizes.read(values["start"])
-        if _is_open(values.get("end", start)):  # a symbol that it begins at may be negative
+        if values.get("end", start) in (None, sys.maxsize):  # a symbol that it begins at may be negative
             start = canonical(before[dim] - size)
         elif isinstance(start, int) and start < 0:
             start = canonical(before[dim] + start)
@@ -219,11 +208,6 @@ def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
             if index in taken:
                 yield Part((user, taken[index]), dim, start, end)
             start = end
-
-
-def _is_open(end: Any) -> bool:
-    """True for the end of a slice that goes to the last index. A narrow has a length instead."""
-    return end is None or (isinstance(end, int) and end == sys.maxsize)
 
 
 def _leaves(part: Part, sizes: Sizes) -> Iterator[Part]:

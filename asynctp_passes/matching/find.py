@@ -149,9 +149,8 @@ def _gather_chains(found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, GatherCh
 
 def _on_cycles(context: MatchContext, chains: Mapping[fx.Node, GatherChain]) -> set[fx.Node]:
     """The chains, by gather, that lie on a cycle (or after one) when each becomes one node."""
-    steps = steps_of(
-        context.graph, *collapsed(context.graph, context.sizes, [*chains.values()]), context.order.__getitem__
-    )
+    owners, inputs = collapsed(context.graph, context.sizes, [*chains.values()])
+    steps = steps_of(context.graph, owners, inputs, context.order.__getitem__)
     return chains.keys() - {step[0] for step in steps}
 
 
@@ -188,15 +187,15 @@ def _other_refusal(context: MatchContext, collective: Collective) -> Refusal:
     kind = kind_of_other(name) if op is None else op.kind
     if kind == "other" and not can_promise(name):
         return Refusal(reasons.OTHER_COLLECTIVE, name)
-    reached = (kind in ("all_gather", "other") and _results_reach_matmul(context, collective.node)) or (
-        kind != "all_gather" and _inputs_reach_matmul(context, collective.node)
-    )
-    known = op is not None and tensor_of(collective.node) is not None
-    facts = f"{name} makes {describe(collective.node)} of {describe(collective.input)}" if known else name
-    if (group := unknown_group(collective.call or collective.node)) is not None:
-        facts = (
-            f"{name} over {group!r}, which no process group here is called: register it with groups={{{group!r}: ...}}"
-        )
+    node = collective.node
+    reached = kind in ("all_gather", "other") and _results_reach_matmul(context, node)
+    if kind != "all_gather":
+        reached = reached or any(context.ways_up.path(source, node) for source in node.all_input_nodes)
+    known = op is not None and tensor_of(node) is not None
+    facts = f"{name} makes {describe(node)} of {describe(collective.input)}" if known else name
+    if (group := unknown_group(collective.start)) is not None:
+        told = f"register it with groups={{{group!r}: ...}}"
+        facts = f"{name} over {group!r}, which no process group here is called: {told}"
     return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if reached else reasons.NO_MATMUL, facts)
 
 
@@ -207,8 +206,3 @@ def _results_reach_matmul(context: MatchContext, own: fx.Node) -> bool:
     later = [(source, user) for source in written for user in source.users if context.order[user] > context.order[own]]
     uses = [(result, user) for result in results for user in result.users] + later
     return any(context.ways_down.path(user, source) for source, user in uses)
-
-
-def _inputs_reach_matmul(context: MatchContext, own: fx.Node) -> bool:
-    """True when a matmul leads to what an op reads."""
-    return any(context.ways_up.path(source, own) for source in own.all_input_nodes)

@@ -108,14 +108,12 @@ def _hoist(
     The fused op returns what is `held`, and `copies` are made of that.
     """
     lead, ends, side_gathers = placed[0], placed[0].ends, _side_gathers(region, used)
-    row_numbers = (
-        None if len(ends) > 1 or lead.matmul.scaled is None else _row_numbers(region, side_gathers, lead.placement)
-    )
+    alone = len(ends) == 1 and lead.matmul.scaled is not None
+    row_numbers = _row_numbers(region, side_gathers, lead.placement) if alone else None
     served = _served(region, [*side_gathers, *copies], held)
     others = [user for node, users in used.items() if region.home[node] not in served for user in users]
-    needed = _needed(
-        region, [*side_gathers, *(source for one in placed for source in (one.matmul.a, *one.matmul.operands))]
-    )
+    operands = [source for one in placed for source in (one.matmul.a, *one.matmul.operands)]
+    needed = _needed(region, [*side_gathers, *operands])
     cross_rank = {one: equal for one, equal in region.cross_rank.items() if one in needed or not others}
     left = [node for one, equal in region.cross_rank.items() if one not in cross_rank for node in equal]
     still_needed_by = region.context.sorted([*others, *left])

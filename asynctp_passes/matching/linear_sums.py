@@ -53,7 +53,8 @@ def summed(
     fused = {node: one for node, one in candidates.items() if allowed(one)}
     chains = {node: one.chain for node, one in fused.items() if isinstance(one.chain, ScatterChain)}
     owner: dict[fx.Node, object] = {node: one.collective.node for one in fused.values() for node in one.nodes}
-    early = _early_sums(context, candidates, chains.keys())
+    others = {node: _early_sum(context, one.collective) for node, one in candidates.items() if node not in chains}
+    early = {node: one for node, one in others.items() if one is not None}
     places = sorted(map(context.order.__getitem__, chains))
     found: dict[fx.Node, Candidate] = {}
     for reductions in _by_kind(context, candidates, early):
@@ -77,10 +78,9 @@ def summed(
             sum_candidate = _sum_candidate(context, chain, fused[last], own, inside)
             if allowed(sum_candidate):
                 owner |= dict.fromkeys(sum_candidate.nodes, sum_candidate)
-                joining = {node: replace(candidates[node], nodes=own[node]) for node in members}
-                found |= {
-                    node: replace(one, chain=None, refusals=(), joins=sum_candidate) for node, one in joining.items()
-                }
+                for node in members:
+                    one = replace(candidates[node], chain=None, nodes=own[node])
+                    found[node] = replace(one, refusals=(), joins=sum_candidate)
                 found[last] = sum_candidate
     return found
 
@@ -108,14 +108,6 @@ def _by_kind(
         if (kind := _kind(context, candidate, early.get(node))) is not None:
             kinds.setdefault(kind, []).append(node)
     return kinds.values()
-
-
-def _early_sums(
-    context: MatchContext, candidates: Mapping[fx.Node, Candidate], chains: Set[fx.Node]
-) -> dict[fx.Node, EarlySum]:
-    """The sums over a dimension that can be done before reductions without a chain, by reduction."""
-    found = {node: _early_sum(context, one.collective) for node, one in candidates.items() if node not in chains}
-    return {node: early for node, early in found.items() if early is not None}
 
 
 def _kind(context: MatchContext, candidate: Candidate, early: EarlySum | None) -> object:
@@ -181,14 +173,11 @@ def _terms(
     if not all(inside.issuperset(node.users) for node in inside if node is not end):
         return None
     propagation = propagate(context.sorted(inside), sources_of(entered, context.sizes), context.sizes, sums=True)
-    in_place = all(same_strides(node, _first(node, inside)) for node in inside if adds(node))
+    sums = {node: next(term for term in node.all_input_nodes if term in inside) for node in inside if adds(node)}
+    in_place = all(same_strides(node, first) for node, first in sums.items())
     if not (inside <= propagation.maps.keys() and in_place):
         return None
     return {entries.get(node, node): count for node, count in propagation.terms[end].counts.items()}
-
-
-def _first(sum_: fx.Node, inside: Set[fx.Node]) -> fx.Node:
-    return next(term for term in sum_.all_input_nodes if term in inside)
 
 
 # --- its members ----------------------------------------------------------------------------------------------

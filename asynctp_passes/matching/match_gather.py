@@ -98,7 +98,7 @@ def candidate_of(context: MatchContext, chain: GatherChain, left_out: Iterable[s
 
 def following(context: MatchContext, chain: GatherChain) -> GatherChain:
     """The chain with the communication, after its own, that it has to follow."""
-    last = context.last_needed(chain.needs)
+    last = max((context.latest[node] for node in chain.needs), default=-1)
     return replace(chain, follows=context.nodes[last]) if last > context.order[chain.collective.node] else chain
 
 
@@ -106,10 +106,8 @@ def _left_out(
     context: MatchContext, chain: GatherChain, placed: Iterable[PlacedMatmul], missed: Mapping[fx.Node, Refusal]
 ) -> tuple[str, ...]:
     """Notes on other matmuls of the gathered tensor, which the fused op returns to them unless its gather stays."""
-    fused, use_gather = (
-        {matmul.node for matmul in chain.matmuls},
-        () if chain.hoist is None else chain.hoist.still_needed_by,
-    )
+    fused = {matmul.node for matmul in chain.matmuls}
+    use_gather = () if chain.hoist is None else chain.hoist.still_needed_by
     others = [one.matmul.node for one in placed if one.matmul.node not in fused and one.matmul.node not in use_gather]
     takers = [*others, *(node for node, refusal in missed.items() if refusal.reason.serves_others)]
     gradients = [node.name for node in context.sorted(takers) if contracts_rows(node) and node not in use_gather]
@@ -122,10 +120,8 @@ def _left_out(
     known = [one for node, one in missed.items() if not (one.reason.serves_others and contracts_rows(node))]
     facts = [f"{refusal.reason.name} ({refusal.facts})" for refusal in known]
     told = {*fused, *others, *missed, *use_gather}
-    facts += [
-        f"{way[-1].name}, which it reaches by {near_miss.names(way)}, is not fused"
-        for way in _other_ways(context, chain, told)
-    ]
+    ways = _other_ways(context, chain, told)
+    facts += [f"{way[-1].name}, which it reaches by {near_miss.names(way)}, is not fused" for way in ways]
     taken = [f"the same gather serves the weight gradients {', '.join(gradients)}"]
     return (*(taken if gradients else ()), *notes, *facts)
 

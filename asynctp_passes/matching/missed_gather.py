@@ -50,10 +50,9 @@ def missed_gather(
         return Candidate(gather, None, (refusal,), gather.results)  # what follows has other names on other ranks
     misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
     misses = [_named(gather, region, miss) for miss in (*misses, *_near_gather(region, refused))]
-    if any(miss.refusal.reason is reasons.PIECES_MISSING for miss in misses) and (
-        parts := _in_all_parts(region, computed)
-    ):
-        misses = [_in_parts(miss, parts) for miss in misses]
+    missing = [miss for miss in misses if miss.refusal.reason is reasons.PIECES_MISSING]
+    if missing and (parts := _in_all_parts(region, computed)):
+        misses = [replace(miss, refusal=parts) if miss in missing else miss for miss in misses]
     misses.sort(key=lambda miss: miss.refusal.reason.rank)
     nodes = sort([*gather.results, *misses[0].nodes])
     given = _given(gather.source)
@@ -122,38 +121,26 @@ def _cuts_last_shard(node: fx.Node, gather: Collective, whole: IndexMap, sizes: 
     return axis is not None and isinstance(found, RankPlacement) and found.dim == axis
 
 
-def _in_parts(miss: _Miss, parts: Refusal) -> _Miss:
-    """A miss for want of rows that others take is one for rows in parts."""
-    return replace(miss, refusal=parts) if miss.refusal.reason is reasons.PIECES_MISSING else miss
-
-
 def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
     """Why a gather that feeds no provable matmul does not, if it reaches one at all.
 
     `refused` says of nodes why they cannot be computed on the shard.
     """
     context, propagation = region.context, region.context.propagation_of(region.gather)
-    reached: list[_Miss] = []
-    scaled: list[_Miss] = []
-    mixed: list[_Miss] = []
+    reached, scaled, mixed = list[_Miss](), list[_Miss](), list[_Miss]()
     uses = [(source, past) for source, user in propagation.uses() for past in users_past(user, source)]
     for source, node in uses:
         if is_matmul(node):  # matmuls next to a view have been judged
             continue
         if near_miss.only_scales(context.scalings, node):
             scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
-        elif way := _way_to_matmul(context, source, node):
+        elif way := context.rows_down.path(node, source) if near_miss.carries(node, source) else []:
             refusal = next((refused[step] for step in way if step in refused), propagation.refused.get(node))
             others = near_miss.by_others(way)
             why = Refusal(reasons.NOT_ROWWISE, f"{near_miss.names(way)}; {others}") if others else None
             found = _Miss(why or _on_the_way(way, refusal), (*context.sorted(region.views_to([source])), *way))
             (mixed if others else reached).append(found)
     return reached or scaled[:1] or mixed or [_Miss(_goes_elsewhere(context, region.gather, propagation))]
-
-
-def _way_to_matmul(context: MatchContext, source: fx.Node, node: fx.Node) -> list[fx.Node]:
-    """The way from a use of a gathered tensor to a matmul; empty without one."""
-    return context.rows_down.path(node, source) if near_miss.carries(node, source) else []
 
 
 def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Propagation) -> Refusal:

@@ -17,7 +17,7 @@ from asynctp_passes.ir.collectives import rank_of
 from asynctp_passes.ir.nodes import is_pointwise, is_random, is_size, mutates, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.operations import Collective
-from asynctp_passes.ir.sizes import Size, express, product, quotient, same
+from asynctp_passes.ir.sizes import Size, express, product, quotient, same, same_sizes
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import arranged, incomplete, locate_scatter
 from asynctp_passes.layout.propagation import propagate, views_of
@@ -97,8 +97,8 @@ class _Part:
                     if not (user in maps.maps and self._takes(user, maps.maps[user], source is own.node)):
                         stack.append(user)
                         self.views |= {user: None} if source is own.node else {}
-                    elif _sees_storage(user):
-                        return False
+                    elif any(traits_of(one).view is View.OPAQUE for one in views_of([user])):
+                        return False  # it says itself where in memory it takes elements from
                 elif node not in maps.maps or not self._computes(user, node, maps.maps[node]):
                     return False
         return True
@@ -126,8 +126,7 @@ class _Part:
             return False
         before, after = (self._context.sizes.of(one) for one in (value_of(operand), value))
         self.by_place = True
-        alike = len(before) == len(after) and all(map(same, before, after))
-        return alike and self._computed.setdefault(node, index_map) == index_map
+        return same_sizes(before, after) and self._computed.setdefault(node, index_map) == index_map
 
 
 def scattered(context: MatchContext, candidate: Candidate, part: OwnPart) -> Candidate | None:
@@ -145,11 +144,6 @@ def scattered(context: MatchContext, candidate: Candidate, part: OwnPart) -> Can
     nodes = candidate.nodes if part.by_place else context.sorted([*candidate.nodes, *part.nodes])
     chain = replace(chain, placement=placement, own_part=part)
     return replace(candidate, chain=chain, own_part=part, nodes=nodes)
-
-
-def _sees_storage(node: fx.Node) -> bool:
-    """True where an op on a view says itself where in memory it takes elements from."""
-    return any(traits_of(one).view is View.OPAQUE for one in views_of([node]))
 
 
 def _is_expressible(context: MatchContext, collective: Collective, part: OwnPart) -> bool:

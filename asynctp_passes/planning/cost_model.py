@@ -141,7 +141,7 @@ def cost_of(chain: Chain) -> Cost:
     if chain.hoist is not None:
         gathered = chain.hoist.gathered
         return replace(computed, comm_bytes=_sum(received_bytes(node, ranks) for node in gathered))
-    own = bytes_of(chain.exchanged)
+    own = bytes_of(chain.shard if isinstance(chain, GatherChain) else chain.collective.node)
     if own is not None and ranks and isinstance(chain, ScatterChain) and chain.own_part is not None:
         own //= ranks
     if own is None or not ranks:

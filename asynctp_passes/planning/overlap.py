@@ -20,11 +20,11 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.ir.collectives import is_only_awaited
-from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.matmuls import contracts_rows, is_matmul
 from asynctp_passes.ir.operations import Collective, nodes_of
 from asynctp_passes.ir.order import communications
 from asynctp_passes.ir.traversal import live, segments
-from asynctp_passes.matching.chains import Decision, fused_chains
+from asynctp_passes.matching.chains import Decision, GatherChain, fused_chains
 from asynctp_passes.planning import cost_model
 from asynctp_passes.reasons import Reason, Refusal
 
@@ -70,7 +70,10 @@ def _needs_all(decision: Decision) -> bool:
     chain, refusal = decision.candidate.chain, decision.refusal
     if refusal is not None and not refusal.reason.needs_whole_gather:
         return False
-    return refusal is not None if chain is None else chain.contracts_all_rows
+    if chain is None:
+        return refusal is not None
+    contracted = isinstance(chain, GatherChain) and chain.placement.axis == "contraction"
+    return contracted and all(contracts_rows(matmul.node) for matmul in chain.matmuls)
 
 
 def _is_alone(decision: Decision, groups: set[str]) -> bool:
