@@ -523,6 +523,12 @@ class Candidate:
     may_be_weights: bool = False
     own_part: OwnPart | None = None
 
+    @property
+    def proven(self) -> Chain:
+        """The chain of a candidate that is known to have one."""
+        assert self.chain is not None
+        return self.chain
+
 
 @dataclass(frozen=True)
 class Decision:

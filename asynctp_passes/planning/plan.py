@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Mapping
 
 from torch import fx
 
@@ -12,6 +12,7 @@ from asynctp_passes import reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
 from asynctp_passes.ir.marks import REMATERIALIZED, joint_questions
+from asynctp_passes.ir.nodes import value_of
 from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of, segments
@@ -24,11 +25,11 @@ from asynctp_passes.matching.chains import (
     dropped_collectives,
     fused_chains,
 )
-from asynctp_passes.ops.checks import EXTREMES
+from asynctp_passes.ops.checks import EXTREMES, PLAIN_DTYPES
 from asynctp_passes.planning.bucketing import deviations_of, find_buckets
 from asynctp_passes.planning.decide import decide_graph, without
 from asynctp_passes.planning.deviations import Words, communicated
-from asynctp_passes.planning.legality import Context, can_be_alone, can_scatter, groups_on_wire, on_wire
+from asynctp_passes.planning.legality import Context, can_be_alone, goes_by_wire, on_wire
 from asynctp_passes.planning.overlap import plan_overlap
 from asynctp_passes.reasons import RESULT_DROPPED, Outcome, Refusal
 from asynctp_passes.torch_private import inductor_order
@@ -41,11 +42,11 @@ class Plan:
     decisions: list[Decision]
     context: Context
     buckets: list[Bucket]
-    accords: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def accord(self, group: str) -> int:
         """The number that every call of the graph in a group carries: what its ranks have agreed on; 0 for nothing."""
-        return self.accords.get(group, 0)
+        answer = self.context.answers.get(group)
+        return 0 if answer is None else answer.accord
 
     @functools.cached_property
     def candidates(self) -> list[Candidate]:
@@ -54,8 +55,9 @@ class Plan:
 
     @functools.cached_property
     def wire(self) -> frozenset[str]:
-        """The groups whose collectives all go by asynctp's own transport."""
-        return groups_on_wire(self.candidates, self.context.config)
+        """The groups whose collectives are asynctp's, without a matmul too: a peer may have one there."""
+        found = (one.collective for one in self.candidates)
+        return frozenset(one.group_key for one in found if goes_by_wire(one, self.context.config))
 
     @functools.cached_property
     def checked(self) -> dict[str, list[Collective]]:
@@ -83,9 +85,9 @@ class Plan:
 
     def _scatters_alone(self, collective: Collective) -> bool:
         """True where all ranks of a group on the wire reduce-scatter in place of an all-reduce."""
-        own = self.is_own(collective) and can_be_alone(collective) and can_scatter(collective)
-        text = self.context.words.of_own_part(collective)
-        return own and self.context.refused(collective.group_key, text, collective) is None
+        own = self.is_own(collective) and can_be_alone(collective)
+        text, known = self.context.words.of_own_part(collective), value_of(collective.source).dtype in PLAIN_DTYPES
+        return own and known and self.context.refused(collective.group_key, text, collective) is None
 
     @functools.cached_property
     def alone(self) -> list[Collective]:
@@ -128,13 +130,9 @@ class Plan:
             return found
         if node in self._bucketed:
             return "BUCKETED"
-        if REMATERIALIZED in node.meta and self._is_backward:
+        if REMATERIALIZED in node.meta and phase_of(self.context.graph) == "backward":
             return "REMATERIALIZED"
         return "ACCELERATED" if node in self.accelerated else "SKIPPED"
-
-    @functools.cached_property
-    def _is_backward(self) -> bool:
-        return phase_of(self.context.graph) == "backward"
 
     def _goes_alone(self, candidate: Candidate) -> bool:
         """True for a collective that goes by it, and for a tensor of a list: a peer may multiply that one."""
@@ -148,11 +146,6 @@ class Plan:
         return fused_chains(self.decisions)
 
     @property
-    def fused_gathers(self) -> list[GatherChain]:
-        """Those of gathers."""
-        return [chain for chain in self.chains if isinstance(chain, GatherChain)]
-
-    @property
     def overlapped(self) -> list[Decision]:
         """The decisions of collectives that run beside matmuls."""
         return [decision for decision in self.decisions if decision.overlaps_with]
@@ -160,7 +153,7 @@ class Plan:
     @functools.cached_property
     def used(self) -> dict[fx.Node, bool]:
         """For each gather on asynctp's wire whether its result is used, beside matmuls or without."""
-        found = {one.collective: one.returned is not None for one in self.fused_gathers}
+        found = {one.collective: one.returned is not None for one in self.chains if isinstance(one, GatherChain)}
         found |= dict.fromkeys([*self.alone, *(one.candidate.collective for one in self.overlapped)], True)
         return {one.node: is_used for one, is_used in found.items() if one.kind == "all_gather" and on_wire(one)}
 
@@ -201,22 +194,18 @@ def planned(graph: fx.Graph, config: Config, answers: Answers | None = None) -> 
 def _planned(found: list[Decision], context: Context) -> Plan:
     """The plan of these decisions."""
     decisions = plan_overlap(context.graph, found)
-    if "overlap" in context.config.skip:
-        decisions = [_not_beside(was, one) for was, one in zip(found, decisions, strict=True)]
-    buckets = [one for one in find_buckets(decisions, context) if _bucket_refused(one, context) is None]
+    if "overlap" in context.config.skip:  # what could be fused is, and what would run beside matmuls is left alone
+        refusal = Refusal(reasons.STEP_SKIPPED, "overlap")
+        decisions = [
+            dataclasses.replace(was, refusal=refusal) if was.refusal is not None and one.overlaps_with else was
+            for was, one in zip(found, decisions, strict=True)
+        ]
+    buckets = []
+    for one in find_buckets(decisions, context):
+        group, text = one.collective.group_key, context.words.of_bucket(one)
+        if context.refused(group, text, *one.members, until=one.place) is None:
+            buckets.append(one)
     return Plan(decisions, context, buckets)
-
-
-def _not_beside(found: Decision, planned: Decision) -> Decision:
-    """The decision where the options leave the overlap out: it is fused if it could be, and else left alone."""
-    if found.refusal is None or not planned.overlaps_with:
-        return found
-    return dataclasses.replace(found, refusal=Refusal(reasons.STEP_SKIPPED, "overlap"))
-
-
-def _bucket_refused(bucket: Bucket, context: Context) -> str | None:
-    text = context.words.of_bucket(bucket)
-    return context.refused(bucket.collective.group_key, text, *bucket.members, until=bucket.place)
 
 
 def without_refused(plan: Plan, answers: Answers) -> Plan:
@@ -242,43 +231,31 @@ def without_refused(plan: Plan, answers: Answers) -> Plan:
 def questions_of(plan: Plan) -> list[Question]:
     """For each group that communicates in a graph what is asked about it, also where that is nothing."""
     words, graph = plan.context.words, plan.context.graph
-    texts: dict[str, list[str]] = {}
-    keeps: dict[str, list[str]] = {}
-    could: dict[str, list[str]] = {}
+    texts, keeps, could = (collections.defaultdict[str, list[str]](list) for _ in range(3))
     for group, text in deviations_of(plan.decisions, words):
-        texts.setdefault(group, []).append(text)
+        texts[group].append(text)
     for bucket in plan.buckets:
-        texts.setdefault(bucket.collective.group_key, []).append(words.of_bucket(bucket))
+        texts[bucket.collective.group_key].append(words.of_bucket(bucket))
     for part in plan.own_parts:
-        texts.setdefault(part.collective.group_key, []).append(words.of_own_part(part.collective))
+        texts[part.collective.group_key].append(words.of_own_part(part.collective))
     scattered = [*(one.candidate for one in plan.decisions if one.refusal is None), *plan.own_parts]
     ranks = {one.collective.group_key: one.own_part.rank for one in scattered if one.own_part is not None}
     for gather in (one.collective for one in plan.candidates if one.collective.node in plan.used):
-        told = keeps if plan.used[gather.node] else could
-        told.setdefault(gather.group_key, []).append(words.of_kept(gather))
+        (keeps if plan.used[gather.node] else could)[gather.group_key].append(words.of_kept(gather))
     communicates, joint = communicated(one.collective for one in plan.candidates), joint_questions(graph)
-
-    def sorted_texts(told: Mapping[str, list[str]], group: str) -> tuple[str, ...]:
-        return tuple(sorted(told.get(group, ())))
-
     return [
         Question(
             group,
             phase_of(graph),
             key,
-            deviations=sorted_texts(texts, group),
-            keeps=sorted_texts(keeps, group),
-            can_keep=sorted_texts(could, group),
+            deviations=tuple(sorted(texts[group])),
+            keeps=tuple(sorted(keeps[group])),
+            can_keep=tuple(sorted(could[group])),
             joint=joint.get(group, ()),
             rank=ranks.get(group, -1),
         )
         for group, key in communicates.items()
     ]
-
-
-def with_accords(plan: Plan, answers: Answers) -> Plan:
-    """The plan with what the ranks of each group have agreed on."""
-    return dataclasses.replace(plan, accords={group: answer.accord for group, answer in answers.items()})
 
 
 def unfused(graph: fx.Graph, config: Config, answers: Answers) -> Plan:
