@@ -14,8 +14,7 @@ from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_if_strict
 from asynctp_passes.rewriting.ordering import put_in_program_order
 from asynctp_passes.rewriting.rewrite import rewrite
-from asynctp_passes.rewriting.stream_order import name_last_only
-from asynctp_passes.rewriting.ungroup import ungroup
+from asynctp_passes.rewriting.ungroup import name_last_only, ungroup
 
 
 def run(graph: fx.Graph, config: Config) -> Report:

@@ -86,8 +86,11 @@ class Plan:
     def _scatters_alone(self, collective: Collective) -> bool:
         """True where all ranks of a group on the wire reduce-scatter in place of an all-reduce."""
         own = self.is_own(collective) and can_be_alone(collective)
-        text, known = self.context.words.of_own_part(collective), value_of(collective.source).dtype in PLAIN_DTYPES
-        return own and known and self.context.refused(collective.group_key, text, collective) is None
+        if not own or value_of(collective.source).dtype not in PLAIN_DTYPES:
+            return False
+        return (
+            self.context.refused(collective.group_key, self.context.words.of_own_part(collective), collective) is None
+        )
 
     @functools.cached_property
     def alone(self) -> list[Collective]:

@@ -7,7 +7,6 @@ shard → all_gather → wait → op* → mm+         becomes   shard → op* �
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,15 +14,14 @@ from torch import fx
 
 from asynctp_passes.ir.matmuls import added_matrix
 from asynctp_passes.ir.nodes import value_of
-from asynctp_passes.ir.operations import ScaledOptions, nodes_of
-from asynctp_passes.ir.sizes import Size, product, same
+from asynctp_passes.ir.operations import nodes_of
+from asynctp_passes.ir.sizes import product, same
 from asynctp_passes.layout.placement import GatherPlacement
 from asynctp_passes.matching.chains import GatherChain
-from asynctp_passes.rewriting.builder import Builder
+from asynctp_passes.rewriting.builder import Builder, column_scale, right_operand, row_bias, row_scale, shape_of_scales
 from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
 from asynctp_passes.rewriting.emit_alone import options_of
 from asynctp_passes.rewriting.emit_on_shard import finish_side_gathers, parts_on_shard, start_side_gathers
-from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale, shape_of_scales
 from asynctp_passes.torch_private import inductor_options
 
 _aten = torch.ops.aten
@@ -93,7 +91,7 @@ def _call_gather(
     returns = chain.returned is not None or (alone and inductor_options.misreads_lists_of_one())
     ending = (returns, gather.group_size, gather.group)
     scales = _scales(build, chain, shard, gather_dim, parts)
-    options = options_of(build.state, gather, build.state.is_kept_by_all(gather))
+    options = options_of(build.state, gather, gather.node in build.state.kept_by_all)
     if chain.takes_ranges:
         options["b_rows"] = [number for matmul in matmuls for number in _range_of(build, chain, matmul.a)]
     op = torch.ops.asynctp.all_gather_matmul.default
@@ -113,11 +111,8 @@ def _scales(
     a_scale = _gather_scale(build, chain, shard, gather_dim, parts)
     b_scales = [column_scale(build, one) for one in scaled]
     how = [chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum]
-    along = (
-        []
-        if chain.gathered_row_numbers is None
-        else [_part_of_row_numbers(build, chain, shard, parts[chain.gathered_row_numbers])]
-    )
+    numbers = chain.gathered_row_numbers
+    along = [] if numbers is None else [_part_of_row_numbers(build, chain, shard, parts[numbers])]
     return [a_scale, b_scales, *how, *along]
 
 
@@ -150,14 +145,11 @@ def _gather_scale(
         return build.reshape(part, shape_of_scales(own, scaled))
     if gather_dim < len(own) - 1:
         own[gather_dim] = own[gather_dim] * chain.collective.group_size
-    if chain.placement.shard.is_reshape or chain.hoist is not None or same(product(_shape_of_scale(build, scaled)), 1):
+    count = product(build.shape(build.now(scaled.given_a_scale)))
+    if chain.placement.shard.is_reshape or chain.hoist is not None or same(count, 1):
         return row_scale(build, scaled, own)
     rows = row_scale(build, scaled, (product(own[:-1]), own[-1]))
     return build.reshape(_rows_in_place(build, chain, rows, back=True), shape_of_scales(own, scaled))
-
-
-def _shape_of_scale(build: Builder, scaled: ScaledOptions) -> Sequence[Size]:
-    return build.shape(build.now(scaled.given_a_scale))
 
 
 def _return_gathered(build: Builder, chain: GatherChain, returned: fx.Node, full: fx.Node) -> None:

@@ -65,11 +65,9 @@ def _arranged(build: Builder, source: fx.Node, part: Part, like: fx.Node) -> fx.
 def start_side_gathers(build: Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Start to gather the small tensors on their own, before the fused op; equal ones once."""
     hoist = chain.hoist
-    roots = (
-        []
-        if hoist is None
-        else dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.row_numbers)
-    )
+    if hoist is None:
+        return {}
+    roots = dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.row_numbers)
     return {root: _start_gather(build, chain.collective, build.contiguous(parts[root]), root) for root in roots}
 
 

@@ -21,10 +21,9 @@ from asynctp_passes.ir.sizes import Size, product, same, same_strides
 from asynctp_passes.layout.placement import ScatterPlacement
 from asynctp_passes.layout.propagation import is_sum
 from asynctp_passes.matching.chains import ScatterChain, Term
-from asynctp_passes.rewriting.builder import Builder
+from asynctp_passes.rewriting.builder import Builder, column_scale, right_operand, row_bias, row_scale, shape_of_scales
 from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
 from asynctp_passes.rewriting.emit_alone import give_own_part, options_of
-from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale, shape_of_scales
 
 _aten = torch.ops.aten
 

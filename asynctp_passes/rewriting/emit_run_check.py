@@ -11,8 +11,7 @@ from torch import fx
 from asynctp_passes.ir.nodes import tensor_of, value_of
 from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.order import communicates
-from asynctp_passes.rewriting.builder import RewriteState
-from asynctp_passes.rewriting.places import mark_front
+from asynctp_passes.rewriting.builder import RewriteState, mark_front
 from asynctp_passes.torch_private import symbolic_sizes
 
 Checks = list[tuple[list[Collective], fx.Node]]

@@ -11,7 +11,7 @@ from asynctp_passes.ir.order import communications
 from asynctp_passes.matching.chains import Chain, GatherChain
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.plan import Plan
-from asynctp_passes.rewriting.builder import Builder, RewriteState
+from asynctp_passes.rewriting.builder import Builder, RewriteState, erase_marks, mark_front, place_of
 from asynctp_passes.rewriting.cleanup import erase_dropped, erase_unused, replaced_nodes, shared_by
 from asynctp_passes.rewriting.emit_alone import (
     emit_alone,
@@ -25,7 +25,6 @@ from asynctp_passes.rewriting.emit_on_shard import nodes_after_kept_gather
 from asynctp_passes.rewriting.emit_reduction import emit_reduction
 from asynctp_passes.rewriting.emit_run_check import emit_run_checks, mark_run_checks, placed
 from asynctp_passes.rewriting.ordering import Moves, keep_order, schedule
-from asynctp_passes.rewriting.places import erase_marks, mark_front, place_of
 from asynctp_passes.rewriting.store_scales import scales_to_store, store
 
 
@@ -48,7 +47,7 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     """
     if not communications(graph.nodes):
         return {}
-    state = RewriteState.of(graph, plan)
+    state = RewriteState(graph, plan)
     moves = Moves()
     marked = mark_run_checks(state)
     fronts = [mark_front(state, bucket.place) for bucket in plan.buckets]
@@ -66,7 +65,7 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     for decision in plan.overlapped:
         matmuls = [state.fused.get(node, node) for node in decision.overlaps_with]
         collective = decision.candidate.collective
-        moves.beside.append((collective, matmuls, options_of(state, collective, state.is_kept_by_all(collective))))
+        moves.beside.append((collective, matmuls, options_of(state, collective, collective.node in state.kept_by_all)))
     work = {state.fused[chain.collective.node]: cost_model.cost_of(chain).work for chain in plan.chains}
     ordered = schedule(graph, moves, work, state.segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before
@@ -81,7 +80,8 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
 
 def _replace_chain(state: RewriteState, chain: Chain, place: fx.Node, moves: Moves) -> None:
     """Make the fused op of a chain in front of `place`, erase what it replaces, and note what is to move for it."""
-    build, collective = Builder(state, chain, place), chain.collective
+    collective = chain.collective
+    build = Builder(state, collective, place, chain.inputs)
     shared = shared_by(chain.collectives)
     old = {*replaced_nodes(chain), *shared}
     op = emit_gather(build, chain) if isinstance(chain, GatherChain) else emit_reduction(build, chain)

@@ -68,15 +68,11 @@ def _wanted_places(
     order: Sequence[fx.Node], inputs: Mapping[fx.Node, Sequence[fx.Node]], place: Mapping[fx.Node, int]
 ) -> dict[fx.Node, int]:
     """Each node's own place, or that of an earlier one that needs it. `order` is any sorted one."""
-    wanted = {node: _first_or_last(node, place[node], len(order)) for node in order}
+    wanted = {node: {"placeholder": -1, "output": len(order)}.get(node.op, place[node]) for node in order}
     for node in reversed(order):
         for source in inputs[node]:
             wanted[source] = min(wanted[source], wanted[node])
     return wanted
-
-
-def _first_or_last(node: fx.Node, place: int, count: int) -> int:
-    return {"placeholder": -1, "output": count}.get(node.op, place)
 
 
 def _cycle(left: Sequence[fx.Node], inputs: Mapping[fx.Node, Sequence[fx.Node]]) -> list[_Pair]:

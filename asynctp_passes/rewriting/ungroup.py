@@ -15,12 +15,22 @@ from torch import fx
 
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import arguments, is_pointwise, items_of, name_of, op_name, short_name, tensor_of, value_of
+from asynctp_passes.ir.nodes import (
+    arguments,
+    hands_on_in_order,
+    is_pointwise,
+    items_of,
+    name_of,
+    op_name,
+    short_name,
+    tensor_of,
+    value_of,
+)
 from asynctp_passes.ir.op_traits import View, traits_named
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view
 from asynctp_passes.rewriting.builder import INHERITED
-from asynctp_passes.torch_private import fx_graphs
+from asynctp_passes.torch_private import fx_graphs, torch_ops
 
 
 def ungroup(graph: fx.Graph) -> None:
@@ -105,3 +115,18 @@ def _single_call(node: fx.Node, index: int, item: fx.Node) -> fx_graphs.Call | N
 def _is_by_elements(call: fx_graphs.Call) -> bool:
     copies = traits_named(name_of(call.target)).view is View.OVERWRITE  # which has no tag
     return copies or torch.Tag.pointwise in call.target.tags
+
+
+def name_last_only(graph: fx.Graph) -> None:
+    """Let what orders streams wait for no more than it has to: torch's `control_deps` names all nodes before it.
+
+    In `control_deps((mm, reduce_scatter, wait), ...)` it waits for `mm` by `wait` anyway. Without that use `mm` has no
+    other user than the collective, and may become a part of a fused op.
+    """
+    for node in graph.nodes:
+        if not hands_on_in_order(node):
+            continue
+        before: tuple[fx.Node, ...] = node.args[0]
+        computed = {one for one in before if torch_ops.is_op(one.target)}  # no record of an event, which makes nothing
+        last = tuple(one for one in before if one not in computed or computed.isdisjoint(one.users))
+        node.args = (last, *node.args[1:])
