@@ -36,8 +36,6 @@ _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 Promise = Literal["local", "rowwise"]
 """Promises of an op: what `register_local` and `register_rowwise` give."""
 
-_OWN_LOCAL = ("asynctp::wait",)
-
 
 class RegistryError(ValueError):
     """A descriptor does not fit its op; the message names the argument, what is wrong and what would be right."""
@@ -48,16 +46,8 @@ class CollectiveOp:
     """A collective op: which of its arguments is what.
 
     The op promises to be functional. An all-gather returns the ranks' tensors concatenated along `dim` in rank order,
-    a reduce-scatter this rank's block along `dim` of the reduction, an all-reduce the reduction.
-
-    Attributes:
-        kind: `"all_gather"`, `"reduce_scatter"` or `"all_reduce"`.
-        input: The argument that is the tensor (or the list of tensors, of which the op returns a list).
-        group: The argument that names the process group.
-        size: The argument that is the number of ranks, or that number; None for an all-reduce.
-        dim: The argument that is the dimension, or the dimension itself.
-        reduce_op: The argument that is the reduction, or the reduction itself (`"sum"`).
-        groups: Pairs of a name that the program uses for a group, and the name torch knows it by.
+    a reduce-scatter this rank's block along `dim` of the reduction, an all-reduce the reduction. The attributes are the
+    arguments of `register_collective`, `groups` in pairs.
     """
 
     kind: CollectiveKind
@@ -76,18 +66,8 @@ class MatmulOp:
     The op promises to compute `a[..., M, K] @ b[..., K, N] (+ bias[N])` in a fresh contiguous tensor, after
     multiplying `a` and `b` by their scales, if it has such: float32, one number each, or one a row of `a` and one a
     column of `b`. An op that writes its result into an argument (`out`) reads nothing of what was there. A Triton
-    kernel may add to that. It reads and writes by the sizes and strides that a call passes, and by no other number.
-
-    Attributes:
-        a, b: The operands.
-        bias: The bias, if the op takes one.
-        a_scale, b_scale: The scales of a quantized matmul.
-        out: The argument that receives the result of an op that returns none.
-        b_transposed: `b` is `[N, K]`.
-        sizes: The arguments of a Triton kernel that are M, N and K.
-        strides: Pairs of `"a"`, `"b"`, `"out"` or another tensor's role, and of the arguments that are the strides of
-            its dimensions; a number says that a stride is that. A tensor without a pair has to be contiguous.
-        constants: Pairs of a constant of a Triton kernel, and the value with which it computes that; `...` for any.
+    kernel may add to that. It reads and writes by the sizes and strides that a call passes, and by no other number. The
+    attributes are the arguments of `register_matmul`, `strides` and `constants` in pairs.
     """
 
     a: str
@@ -202,7 +182,7 @@ def can_promise(name: str) -> bool:
 
 @functools.cache
 def _is_known_local(name: str) -> bool:
-    return any(_fits(name, pattern) for pattern in (*TORCH, *LIBRARIES, *_OWN_LOCAL))
+    return any(_fits(name, pattern) for pattern in (*TORCH, *LIBRARIES, "asynctp::wait"))
 
 
 @functools.cache

@@ -88,9 +88,8 @@ class Plan:
         own = self.is_own(collective) and can_be_alone(collective)
         if not own or value_of(collective.source).dtype not in PLAIN_DTYPES:
             return False
-        return (
-            self.context.refused(collective.group_key, self.context.words.of_own_part(collective), collective) is None
-        )
+        text = self.context.words.of_own_part(collective)
+        return self.context.refused(collective.group_key, text, collective) is None
 
     @functools.cached_property
     def alone(self) -> list[Collective]:

@@ -1,8 +1,8 @@
-"""Write an op of several tensors, as `torch._foreach_mul`, as one op for each, between communication and matmuls:
+"""Spell out what hides chains: ops of several tensors between communication and matmuls, and waits for too much.
 
     _foreach_abs([a, b]) → getitem, getitem     becomes     abs(a), abs(b)
 
-By its contract the op does to each tensor what the single one does. Others stay, as an optimizer's.
+By its contract such an op does to each tensor what the single one does. Others stay, as an optimizer's.
 """
 
 from __future__ import annotations
