@@ -22,12 +22,7 @@ from asynctp_passes.torch_private import partitioner
 
 
 def crossings_of(graph: fx.Graph, unfused: Iterable[Collective]) -> tuple[Crossing, ...]:
-    """The crossings of a graph that torch.compile made.
-
-    Args:
-        graph: The graph, as it was before it was rewritten.
-        unfused: Its collectives that are in scope and stay as they are.
-    """
+    """The crossings of a graph before it is rewritten; `unfused` has its collectives that are in scope and stay."""
     found, collectives = list[Crossing](), list(unfused)
     matmuls = [node for node in graph.nodes if is_matmul(node)]
     makers = [node for node in matmuls if not contracts_rows(node)]

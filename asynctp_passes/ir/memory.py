@@ -39,10 +39,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 def program_memory(graph: fx.Graph, owners: dict[fx.Node, fx.Node], results: int | None = None) -> set[fx.Node]:
     """The owners whose memory the program has: inputs of a graph, and what its results lie in. It can write there.
 
-    Args:
-        graph: The graph.
-        owners: Of its nodes.
-        results: How many of the graph's outputs are results, from the first one on; all if None.
+    The first `results` of its outputs are results; all if None.
     """
     outputs = graph.output_node().args[0]
     taken = list(outputs)[:results] if isinstance(outputs, list | tuple) else [outputs]

@@ -97,12 +97,7 @@ def _is_of_several(node: fx.Node) -> bool:
 
 
 def in_turn(starts: Sequence[fx.Node], inputs: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, Sequence[fx.Node]]:
-    """The inputs of nodes, and for each of `starts` the one before it, too.
-
-    Args:
-        starts: What communicates, in order.
-        inputs: What nodes are computed from, where that is not `all_input_nodes`.
-    """
+    """The inputs of nodes, where these are not `all_input_nodes`, and for each of `starts` also the one before it."""
     found = dict(inputs)
     for before, node in pairwise(starts):
         found[node] = [*found.get(node, node.all_input_nodes), before]

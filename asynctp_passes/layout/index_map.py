@@ -117,9 +117,7 @@ class IndexMap:
     def resized(self, before: Size, after: Size) -> IndexMap | None:
         """The same memory as elements of another size, in the last dimension; None where that is no strided view.
 
-        Args:
-            before: How large an element is, as a part of one of the source: 1, 1/4 or 2, say.
-            after: How large one is then.
+        Sizes of an element are told as parts of one of the source: 1, 1/4 or 2, say.
         """
         if not self.dims:
             return None

@@ -201,11 +201,7 @@ def _find_ranks(view: IndexMap, block: Size, ranks: int, outer: Size) -> tuple[l
 def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> ScatterPlacement | Refusal:
     """Prove that a reduce-scatter's input is a complete arrangement of a product [rows, columns] by rank.
 
-    Args:
-        operand: Map of the collective's input into the product, row-major.
-        rows: M of the product.
-        columns: N of the product.
-        ranks: Number of ranks: the input's leading `ranks` blocks are the ranks'.
+    `operand` maps the input into the product, row-major. Its leading `ranks` blocks are the ranks'.
     """
     queue = list(operand.digits)
     lead = take_digits(queue, ranks)

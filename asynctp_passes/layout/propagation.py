@@ -122,13 +122,9 @@ def propagate(
 ) -> Propagation:
     """Carry index maps from `sources` through every view among `nodes` (in graph order).
 
-    Args:
-        nodes: The nodes to visit.
-        sources: Nodes to start from, and their maps.
-        sizes: Reader of sizes.
-        sums: Also carry a map through sums: of two tensors that have the same one, or of one in the sources' own order
-            and any other of its shape. And through multiplications by powers of two and conversions to float32 that
-            keep all values. A source that is `c + a @ b` has the terms of `c` too, or `c` itself.
+    With `sums` also through sums: of two tensors that have the same map, or of one in the sources' own order and any
+    other of its shape. And through multiplications by powers of two and conversions to float32 that keep all values. A
+    source that is `c + a @ b` has the terms of `c` too, or `c` itself.
     """
     propagation = Propagation(maps=dict(sources), terms={source: _once(source) for source in sources})
     for node in nodes:

@@ -19,17 +19,10 @@ def collapsed(
 ) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, Sequence[fx.Node]]]:
     """The arguments of `steps_of` for a graph whose chains are one step each, and whose communication is in order.
 
-    Args:
-        graph: The graph.
-        sizes: Its sizes.
-        chains: The chains.
-        free: What communicates, and may change its place among the others.
-
-    Returns:
-        For the nodes of a chain its collective, which stands for it. What nodes are computed from, where that is not
-        `all_input_nodes`: sizes of what a chain does away with, from what the rewrite will read them off; items of
-        several tensors, that are waited for or communicated together, from their own tensor; what is reduced over all
-        ranks' rows, from the shard; random numbers from the draw before, too; what communicates from the one before.
+    What is `free` may change its place among what communicates. The first result has, for the nodes of a chain, its
+    collective, which stands for it. The second has what nodes are computed from, where that is not `all_input_nodes`:
+    sizes of what a chain does away with, from what the rewrite will read them off; items of several tensors, from their
+    own tensor; what is reduced over all ranks' rows, from the shard; and draws and communication in their order.
     """
     owners: dict[fx.Node, fx.Node] = {}
     items = ((node, awaited_item(node)) for node in graph.nodes)

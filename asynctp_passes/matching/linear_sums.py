@@ -45,10 +45,7 @@ def summed(
 ) -> dict[fx.Node, Candidate]:
     """Candidates of the reductions that are summed: the last chain of a sum becomes that of all, which others join.
 
-    Args:
-        context: The graph being searched.
-        candidates: Of all gathers and reductions, by collective, in graph order.
-        allowed: True for a candidate whose chain may be fused.
+    `candidates` has those of all gathers and reductions, by collective, in graph order.
     """
     fused = {node: one for node, one in candidates.items() if allowed(one)}
     chains = {node: one.chain for node, one in fused.items() if isinstance(one.chain, ScatterChain)}

@@ -28,11 +28,7 @@ class MatchContext:
     """A graph being searched.
 
     Attributes:
-        graph: The graph.
-        collectives: What it communicates, in order.
-        sizes: Reader of sizes.
-        nodes: The nodes in order.
-        order: Where each of them stands.
+        order: Where each of the nodes stands.
         propagations: For each gather the index maps from its result on, or why nothing can be said about it.
         matmul_of: `read_scaled_result`, each node read once.
         fixed: Gathers whose fused op stands where they do, whatever that costs.

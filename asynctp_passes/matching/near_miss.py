@@ -193,10 +193,8 @@ def _is_one_a_row(node: fx.Node | None) -> bool:
 class Ways:
     """The shortest ways to matmuls, of those with the fewest ops that nothing makes row-wise.
 
-    Args:
-        nodes: The nodes of a graph, each after all that `step` leads to from it.
-        step: The users or the inputs of a node that a way goes on to; none where it ends.
-        arrives: Whether a way ends at a matmul, where it comes from a node next to that.
+    `nodes` has each node after all that `step` leads to from it: users or inputs, none where a way ends. `arrives`
+    tells whether a way ends at a matmul, where it comes from a node next to that.
     """
 
     def __init__(

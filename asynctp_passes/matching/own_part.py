@@ -56,9 +56,7 @@ def own_part(context: MatchContext, collective: Collective) -> OwnPart | None:
 class _Part:
     """A search for all that uses a sum: from node to node, until these are of a rank's part alone.
 
-    Attributes:
-        taken: There are such nodes.
-        ends, views, by_place: As of `OwnPart`.
+    `taken` tells that there are such nodes. `ends`, `views` and `by_place` are those of `OwnPart`.
     """
 
     def __init__(self, context: MatchContext, collective: Collective, start: Size, count: Size) -> None:

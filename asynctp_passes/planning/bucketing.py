@@ -52,12 +52,8 @@ def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket
 
     Members of a set have one group, reduction (max or min), dtype, device and stretch between in-place operations. All
     together have `SMALL_BYTES` at most. No bucket's place depends on what another group agrees on: where one deviates,
-    the others have none. Those reductions give the same bits in any order of ranks. A sum's rounding
-    depends on the backend's order, and that on where in the buffer an element lies.
-
-    Args:
-        decisions: What becomes of every collective; fused chains count as one step each.
-        context: The graph, its in-place operations and the configuration.
+    the others have none. Those reductions give the same bits in any order of ranks. A sum's rounding depends on the
+    backend's order, and that on where in the buffer an element lies.
     """
     candidates = {d.candidate.collective.node: d.candidate.collective for d in decisions if _eligible(d, context)}
     if "bucket" in context.config.skip or len(candidates) < 2:

@@ -109,12 +109,10 @@ def overlaps_little(cost: Cost, node: fx.Node) -> str:
 
 
 def covers(work: Sequence[int | None], received: int | None, node: fx.Node) -> bool:
-    """True when matmuls take as long as gathers; where sizes are symbolic, one matmul has to do.
+    """True when matmuls take as long as a collective. Where sizes are symbolic, one matmul has to do.
 
-    Args:
-        work: Of each matmul, as `Cost.work` or `work_of` gives it.
-        received: Bytes that a rank receives.
-        node: A tensor on the machine.
+    `work` has that of each matmul (`work_of`), `received` the bytes that a rank receives; `node` is a tensor on the
+    machine.
     """
     known = [count for count in work if count is not None]
     if received is None or len(known) < len(work):

@@ -24,13 +24,7 @@ from asynctp_passes.torch_private import partitioner
 
 
 def decide_graph(graph: fx.Graph, config: Config, answers: Answers | None = None) -> tuple[list[Decision], Context]:
-    """One decision per collective of a graph, in order, and what they were made with.
-
-    Args:
-        graph: The graph.
-        config: The configuration.
-        answers: What the ranks said to the deviations that the decisions without it have.
-    """
+    """One decision per collective of a graph, in order, and what they were made with, as the ranks' `answers` allow."""
     collectives = read_collectives(graph)
     unused = unused_collectives(graph, collectives, config)
     sizes = read_sizes(graph, collectives, erased=unused)

@@ -53,10 +53,8 @@ def communicated(collectives: Iterable[Collective]) -> dict[str, str]:
 def of_rematerialized(place: int, before: Sequence[tuple[str, bool]]) -> str:
     """The text of a gather that is made again in the backward, at a place there that all ranks have to share.
 
-    Args:
-        place: Of the gather among the collectives of its group, in the graph of forward and backward.
-        before: What communicates in the backward before it, in order: the name of the op, and whether it is of the
-            gather's group.
+    `place` is that among the group's collectives in the graph of forward and backward. `before` has what communicates
+    in the backward before it, in order: the name of the op, and whether it is of the gather's group.
     """
     told = hashlib.sha256(repr(list(before)).encode()).hexdigest()[:8] if before else ""
     own = sum(is_own for _, is_own in before)
@@ -66,11 +64,7 @@ def of_rematerialized(place: int, before: Sequence[tuple[str, bool]]) -> str:
 
 
 class Words:
-    """The texts of one graph's deviations.
-
-    Args:
-        collectives: All collectives of the graph, in order.
-    """
+    """The texts of the deviations of a graph with these collectives."""
 
     def __init__(self, collectives: Sequence[Collective]) -> None:
         count: dict[str, int] = {}

@@ -47,15 +47,11 @@ class Context:
     """Facts for the checks besides the candidate.
 
     Attributes:
-        graph: The graph.
-        sizes: Its sizes.
-        config: The configuration.
         segments: Number of in-place operations before each node.
         unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
         tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`), as far as candidates have told;
             others move parameters and their gradients.
         with_weights: Names of groups that gather a parameter for certain: as a matmul's right operand.
-        words: What the graph's deviations are called.
         answers: What the ranks said to deviations, by group. Before they were asked a group is missing, and may do all.
         blind: The collectives by whose calls no unlike call of a peer would be found (`blind_calls`).
         opaque: The nodes of unregistered ops, which may communicate.
@@ -216,10 +212,7 @@ def is_tensor_parallel(candidate: Candidate, with_weights: Collection[str] = ())
     """True when the candidate tells that its group is one of tensor parallelism.
 
     It is a chain, proven or refused, that moves activations, over a group whose mesh dimension does not say otherwise.
-
-    Args:
-        candidate: The candidate.
-        with_weights: Names of groups that gather a parameter for certain.
+    Groups `with_weights` gather a parameter for certain.
     """
     missed = any(one.reason.in_scope and one.reason is not reasons.NOT_ROWWISE for one in candidate.refusals)
     weights = candidate.weights or _is_beside_weights(candidate, with_weights)

@@ -183,13 +183,7 @@ def outcome_of(decision: Decision) -> Outcome:
 
 
 def planned(graph: fx.Graph, config: Config, answers: Answers | None = None) -> Plan:
-    """Plan a graph.
-
-    Args:
-        graph: The graph.
-        config: The configuration.
-        answers: What the ranks said to deviations; None before they were asked, when all are planned.
-    """
+    """Plan a graph, as the ranks' `answers` allow; before they were asked, without answers, with all deviations."""
     return _planned(*decide_graph(graph, config, answers))
 
 
@@ -211,12 +205,7 @@ def _planned(found: list[Decision], context: Context) -> Plan:
 
 
 def without_refused(plan: Plan, answers: Answers) -> Plan:
-    """The plan with what the ranks do: without the deviations that one of them does not do.
-
-    Args:
-        plan: The plan that the ranks were asked about.
-        answers: What they said.
-    """
+    """The plan that the ranks were asked about, without the deviations that one of them does not do."""
     context = dataclasses.replace(plan.context, answers=answers)
     if not any(answer.refused for answer in answers.values()):
         return dataclasses.replace(plan, context=context)
@@ -261,13 +250,7 @@ def questions_of(plan: Plan) -> list[Question]:
 
 
 def unfused(graph: fx.Graph, config: Config, answers: Answers) -> Plan:
-    """The plan in which all collectives go by asynctp's transport, and none is fused.
-
-    Args:
-        graph: The graph.
-        config: The configuration.
-        answers: What the ranks said to what they were asked.
-    """
+    """The plan in which all collectives go by asynctp's transport, and none is fused."""
     collectives = read_collectives(graph)
     sizes = read_sizes(graph, collectives)
     context = Context(graph, sizes, config, segments(graph), frozenset(), words=Words(collectives), answers=answers)

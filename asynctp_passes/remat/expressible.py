@@ -104,8 +104,6 @@ class Halves:
     """The two graphs that the partitioner has made of one.
 
     Attributes:
-        forward: That of the forward.
-        backward: That of the backward.
         outputs: The outputs of the forward.
         results: How many of these are results of the program. The others are saved.
         tagged: Names of the nodes on which activation checkpointing decides. The partitioner sets such tags, too.
@@ -140,13 +138,9 @@ class Halves:
 
 
 def find_rematerializations(halves: Halves) -> tuple[list[Rematerialization], dict[fx.Node, str]]:
-    """Find the marked gathers that the backward can make again.
+    """Find the gathers of the forward that are marked as `CANDIDATE`, and that the backward can make again.
 
-    Args:
-        halves: The two graphs. Gathers of the forward are marked by `CANDIDATE` in their `meta`.
-
-    Returns:
-        These; and the reason for each other marked gather that the backward needs, by the gather's node.
+    Also the reason for each other marked gather that the backward needs, by its node.
     """
     gathers = [one for one in read_collectives(halves.forward) if CANDIDATE in one.node.meta and one.call is None]
     if not gathers:

@@ -32,13 +32,7 @@ that moves so little waits for the host. Source: `docs/results/2026-11-22-h200x2
 def rematerialization_candidates(
     graph: fx.Graph, decisions: Sequence[Decision], rematerialize: str
 ) -> list[Collective]:
-    """The gathers of a joint graph that are worth being made again in the backward, in order.
-
-    Args:
-        graph: A joint graph, not yet partitioned.
-        decisions: One for each of its collectives.
-        rematerialize: As in `Config`.
-    """
+    """The gathers of a joint graph, not yet partitioned, that are worth being made again in the backward, in order."""
     if rematerialize == "never":
         return []
     backward = {node for node in reachable(tangents_of(graph), lambda node: node.users) if node.op == "call_function"}

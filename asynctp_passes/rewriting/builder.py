@@ -27,9 +27,6 @@ class RewriteState:
     """A graph while it is rewritten.
 
     Attributes:
-        graph: The graph.
-        plan: All that is done to it.
-        sizes: The sizes of its tensors.
         segment: Between which in-place operations each node belongs, new ones too.
         kept_by_all: The gathers that every rank keeps.
         moved: The node that stands for one that was replaced: the result of one chain is often the input of the next.

@@ -174,15 +174,9 @@ def options_of(state: RewriteState, collective: Collective, kept_by_all: bool = 
 
 # --- several as one --------------------------------------------------------------------------------------------
 def emit_bucket(state: RewriteState, bucket: Bucket, front: fx.Node) -> fx.Node:
-    """Make one all-reduce of all members' elements; each member's result is memory of its own, as it was.
+    """Make one all-reduce of all members' elements, and return these; each result is memory of its own, as it was.
 
-    Args:
-        state: The graph.
-        bucket: The all-reduces.
-        front: It comes before this node, where no fused op stands there.
-
-    Returns:
-        What is reduced: the elements of all members.
+    It comes before `front`, where no fused op stands there.
     """
     anchor = state.starts[state.fused[bucket.place]] if bucket.place in state.fused else front
     build = Builder(state, bucket.collective, anchor, bucket.inputs)

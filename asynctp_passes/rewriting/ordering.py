@@ -68,14 +68,8 @@ def schedule(
 ) -> dict[fx.Node, list[fx.Node]]:
     """Restore the order where an operand of a later matmul moved, and move collectives beside their matmuls.
 
-    Args:
-        graph: The graph.
-        moves: What is to move.
-        work: Floating point operations of each fused op.
-        segment: For each node the number of its stretch between in-place operations (`segments`).
-
-    Returns:
-        For some nodes, the nodes that must run before them, besides their inputs.
+    `work` has the operations of each fused op, and `segment` each node's stretch between in-place operations. Returned
+    are for some nodes the nodes that must run before them, besides their inputs.
 
     Raises:
         RuntimeError: The order of communication is not the plan's, which ranks share. An error of this package.

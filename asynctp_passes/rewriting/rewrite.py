@@ -29,21 +29,10 @@ from asynctp_passes.rewriting.store_scales import scales_to_store, store
 
 
 def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
-    """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
+    """Do all that a graph's plan says, and lint it. A graph that does not communicate stays.
 
-    Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are, where the device allows that;
-    tensors of a list become collectives of their own on any device. An all-reduce becomes a reduce-scatter where each
-    rank uses its own part only. The all-reduces of a bucket become one, and what that waits for moves in front of it.
-    Unused nodes are erased, the `dropped` collectives too, nodes move to where they belong (`schedule`), overlapped
-    collectives beside their matmuls, and the graph is linted. With `store_scales`, small tensors are stored that many
-    elements meet (`scales_to_store`). A graph that does not communicate stays.
-
-    Args:
-        graph: The graph.
-        plan: All that is done to it.
-
-    Returns:
-        What each fused op is called with (`call_of`), by the name of the collective that it replaced.
+    `meta["asynctp_collective"]` of a fused op names the collective that it replaced. Returned is what each fused op is
+    called with (`call_of`), by that name.
     """
     if not communications(graph.nodes):
         return {}
