@@ -96,7 +96,9 @@ class IndexMap:
         dim = self.dims[axis]
         if same(length, length_of(dim)):
             return self
-        piece = _subrange(dim, start, length) if step == 1 else _every(dim, start, length, step)
+        piece = _subrange(dim, start, length) if step == 1 else None
+        if step != 1 and len(dim) == 1:
+            piece = [Digit(length, dim[0].stride * step)], start * dim[0].stride
         if piece is None:
             return Refusal(reasons.PIECES_MISSING, f"keeps [{start}, {start + length}) of {digits_text(dim)}")
         digits, moved = piece
@@ -177,13 +179,6 @@ def _subrange(dim: Dim, start: Size, length: Size) -> tuple[list[Digit], Size] |
     return None if rest is None else (rest[0], first * dim[0].stride + rest[1])
 
 
-def _every(dim: Dim, start: Size, length: Size, step: int) -> tuple[list[Digit], Size] | None:
-    """Digits and offset of `length` indices `step` apart, for a dimension of one digit."""
-    if len(dim) != 1:
-        return None
-    return [Digit(length, dim[0].stride * step)], start * dim[0].stride
-
-
 def concatenate(pieces: Sequence[IndexMap], axis: int) -> IndexMap | Refusal:
     """The map of pieces of one source that are joined along `axis`, in the order given."""
     first = pieces[0]
@@ -227,11 +222,8 @@ def _adjacent_pieces(dims: Sequence[Dim], steps: Sequence[Size]) -> list[Digit] 
     """Pieces of several lengths: each must begin where the one before it ends, along the same digit."""
     inner = max((dim[1:] for dim in dims), key=len)
     stride = next(dim[0].stride for dim in dims if len(dim) == len(inner) + 1)
-    counts = [_count(dim, inner, stride) for dim in dims]
-    if any(count is None for count in counts):
-        return None
-    whole = [count for count in counts if count is not None]
-    if any(not same(step, count * stride) for step, count in zip(steps, whole, strict=False)):
+    whole = [count for dim in dims if (count := _count(dim, inner, stride)) is not None]
+    if len(whole) < len(dims) or any(not same(step, count * stride) for step, count in zip(steps, whole, strict=False)):
         return None
     return [Digit(sum(whole[1:], start=whole[0]), stride), *inner]
 
