@@ -46,13 +46,13 @@ def find(
     Scatters whose results are only used in a sum become one. An all-reduce becomes a reduce-scatter where the rank uses
     its own part only.
     """
-    context = MatchContext(graph, collectives, sizes)
+    context = MatchContext(graph, collectives, sizes, allowed)
     scatters = {c.node: match_reduction(context, c) for c in collectives if c.kind in ("reduce_scatter", "all_reduce")}
-    gathers = _gathers(context, _fused_matmuls(filter(allowed, scatters.values())), allowed)
+    gathers = _gathers(context, _fused_matmuls(filter(allowed, scatters.values())))
     taken = _fused_matmuls(filter(allowed, gathers.values()))
     found = {**gathers, **{node: _unless_taken(candidate, taken) for node, candidate in scatters.items()}}
-    found |= summed(context, found, allowed)
-    found |= _own_parts(context, found, allowed)
+    found |= summed(context, found)
+    found |= _own_parts(context, found)
     return [found.get(collective.node) or _match_other(context, collective) for collective in collectives]
 
 
@@ -68,17 +68,15 @@ def _unless_taken(candidate: Candidate, taken: set[fx.Node]) -> Candidate:
     return replace(candidate, chain=None, refusals=(Refusal(reasons.MATMUL_TAKEN, ", ".join(names)),))
 
 
-def _gathers(
-    context: MatchContext, wanted: set[fx.Node], allowed: Callable[[Candidate], bool]
-) -> dict[fx.Node, Candidate]:
+def _gathers(context: MatchContext, wanted: set[fx.Node]) -> dict[fx.Node, Candidate]:
     """Candidates of all gathers; a gather of scales joins the chain whose data it scales.
 
     A matmul of what is computed from two gathers is fused with the first that may be.
     """
-    found = _searched(context, wanted, allowed)
+    found = _searched(context, wanted)
     while stuck := _following_on_cycles(context, found):
         context.fixed |= stuck
-        found = _searched(context, wanted, allowed)
+        found = _searched(context, wanted)
     for node in _on_cycles(context, _gather_chains(found)):
         found[node] = _without_row_numbers(context, found[node])
     for node, refusal in _cycles(context, found).items():
@@ -91,15 +89,13 @@ def _gathers(
     return found
 
 
-def _searched(
-    context: MatchContext, wanted: set[fx.Node], allowed: Callable[[Candidate], bool]
-) -> dict[fx.Node, Candidate]:
+def _searched(context: MatchContext, wanted: set[fx.Node]) -> dict[fx.Node, Candidate]:
     """The candidates of all gathers, each alone; of those that would take the same matmul, the first may."""
-    found = {c.node: match_gather(context, c, wanted, allowed) for c in context.collectives if c.kind == "all_gather"}
+    found = {c.node: match_gather(context, c, wanted) for c in context.collectives if c.kind == "all_gather"}
     taken: set[fx.Node] = set()
     for node, candidate in found.items():
         found[node] = candidate = _unless_taken(candidate, taken)
-        if candidate.chain is not None and candidate.chain.hoist is not None and allowed(candidate):
+        if candidate.chain is not None and candidate.chain.hoist is not None and context.allowed(candidate):
             taken |= _fused_matmuls([candidate])
     return found
 
@@ -123,9 +119,7 @@ def _without_row_numbers(context: MatchContext, candidate: Candidate) -> Candida
     return candidate_of(context, following(context, alone), candidate.left_out)
 
 
-def _own_parts(
-    context: MatchContext, found: Mapping[fx.Node, Candidate], allowed: Callable[[Candidate], bool]
-) -> dict[fx.Node, Candidate]:
+def _own_parts(context: MatchContext, found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, Candidate]:
     """New candidates for all-reduces: the rank uses only its own part of the result.
 
     An all-reduce that can be fused stays as it is where its matmuls could not scatter the sum.
@@ -135,9 +129,9 @@ def _own_parts(
         part = None if candidate.joins is not None else own_part(context, candidate.collective)
         if part is None:
             continue
-        if not allowed(candidate):
+        if not context.allowed(candidate):
             own[node] = replace(candidate, own_part=part)
-        elif (chain := scattered(context, candidate, part)) is not None and allowed(chain):
+        elif (chain := scattered(context, candidate, part)) is not None and context.allowed(chain):
             own[node] = chain
     return own
 

@@ -12,7 +12,7 @@ residual, is added to the one result.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -40,14 +40,12 @@ from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.torch_private import symbolic_sizes
 
 
-def summed(
-    context: MatchContext, candidates: Mapping[fx.Node, Candidate], allowed: Callable[[Candidate], bool]
-) -> dict[fx.Node, Candidate]:
+def summed(context: MatchContext, candidates: Mapping[fx.Node, Candidate]) -> dict[fx.Node, Candidate]:
     """Candidates of the reductions that are summed: the last chain of a sum becomes that of all, which others join.
 
     `candidates` has those of all gathers and reductions, by collective, in graph order.
     """
-    fused = {node: one for node, one in candidates.items() if allowed(one)}
+    fused = {node: one for node, one in candidates.items() if context.allowed(one)}
     chains = {node: one.chain for node, one in fused.items() if isinstance(one.chain, ScatterChain)}
     owner: dict[fx.Node, object] = {node: one.collective.node for one in fused.values() for node in one.nodes}
     others = {node: _early_sum(context, one.collective) for node, one in candidates.items() if node not in chains}
@@ -73,7 +71,7 @@ def summed(
             last = chain.collective.node
             own = {node: fused[node].nodes if node in chains else candidates[node].collective.nodes for node in members}
             sum_candidate = _sum_candidate(context, chain, fused[last], own, inside)
-            if allowed(sum_candidate):
+            if context.allowed(sum_candidate):
                 owner |= dict.fromkeys(sum_candidate.nodes, sum_candidate)
                 for node in members:
                     one = replace(candidates[node], chain=None, nodes=own[node])

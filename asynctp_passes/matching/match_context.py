@@ -32,12 +32,13 @@ class MatchContext:
         propagations: For each gather the index maps from its result on, or why nothing can be said about it.
         matmul_of: `read_scaled_result`, each node read once.
         fixed: Gathers whose fused op stands where they do, whatever that costs.
+        allowed: True for a candidate (`chains.Candidate`) whose chain may be fused.
     """
 
-    def __init__(self, graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes) -> None:
-        self.graph = graph
-        self.collectives = collectives
-        self.sizes = sizes
+    def __init__(
+        self, graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes, allowed: Callable[[Any], bool]
+    ) -> None:
+        self.graph, self.collectives, self.sizes, self.allowed = graph, collectives, sizes, allowed
         self.nodes = list(graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.propagations = {c.node: self._propagation(c) for c in collectives if c.kind == "all_gather"}

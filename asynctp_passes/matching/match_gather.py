@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,9 +30,7 @@ _Searched = tuple[ShardRegion, list[PlacedMatmul], dict[fx.Node, Refusal]]
 """A region, those of its matmuls that may be fused, and what `placed_matmuls` says of other matmuls."""
 
 
-def match_gather(
-    context: MatchContext, gather: Collective, wanted: set[fx.Node], allowed: Callable[[Candidate], bool]
-) -> Candidate:
+def match_gather(context: MatchContext, gather: Collective, wanted: set[fx.Node]) -> Candidate:
     """A gather with its chain, the first that is allowed if there are several.
 
     What is computed of the gathered tensor is hoisted where no view of it will do.
@@ -57,7 +55,7 @@ def match_gather(
     first = next(found, None)
     if first is None:
         return missed_gather(region, {**missed, **late}, refused, followed)
-    return first if allowed(first) else next(filter(allowed, found), first)
+    return first if context.allowed(first) else next(filter(context.allowed, found), first)
 
 
 def _with_chains(
