@@ -272,9 +272,8 @@ def register_collective(
     if kind == "all_reduce":
         found.require(size is None, "size has no meaning for an all-reduce; leave it out")
     else:
-        found.require(
-            size is not None, f"size must name the argument that is the number of ranks of an {kind}, or be it"
-        )
+        problem = f"size must name the argument that is the number of ranks of an {kind}, or be it"
+        found.require(size is not None, problem)
         if isinstance(size, str):
             found.argument("size", size, ("int", "SymInt"))
         else:

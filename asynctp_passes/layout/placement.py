@@ -211,11 +211,9 @@ def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> 
     if refusal is not None:
         return refusal
     if len(lead) != 1:
-        return Refusal(
-            reasons.NOT_ROWS_OR_CONTRACTION, f"the ranks' blocks are not equally spaced: {digits_text(lead)}"
-        )
-    stride = lead[0].stride
-    rest = tuple(queue)
+        facts = f"the ranks' blocks are not equally spaced: {digits_text(lead)}"
+        return Refusal(reasons.NOT_ROWS_OR_CONTRACTION, facts)
+    stride, rest = lead[0].stride, tuple(queue)
     inner = quotient(stride, columns)
     if inner is not None:
         outer = divided(rows, inner * ranks)
