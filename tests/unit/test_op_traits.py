@@ -501,7 +501,6 @@ def values(graph: Graph, rank: int) -> list[torch.Tensor]:
         ("rearranges", "aten.t.default", "aten.expand.default"),
         ("keeps_values", "prims.convert_element_type.default", "aten.view.dtype"),
         ("is_whole_or_piece", "aten.split.Tensor", "aten.slice.Tensor"),
-        ("takes_range", "aten.narrow.default", "aten.select.int"),
         ("takes_part", "aten.slice.Tensor", "aten.view.dtype"),
     ],
 )
