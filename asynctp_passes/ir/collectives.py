@@ -36,8 +36,6 @@ from asynctp_passes.ir.sizes import Sizes, same_sizes
 from asynctp_passes.torch_private import process_groups, symbolic_sizes
 
 WAIT = "_c10d_functional.wait_tensor.default"
-_WAIT_FOR_LIST = "_c10d_functional.wait_tensors.default"
-"""From torch 2.15 on, the results of a collective of several tensors are waited for together."""
 _OWN = ("_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.reduce_scatter_tensor.default")
 _CHECKED = {
     "_c10d_functional.reduce_scatter_tensor.default",
@@ -72,14 +70,11 @@ def _is_collective(node: fx.Node) -> bool:
     name = called_name(node)
     if name.startswith("asynctp.") or called_op(node) is None or promise_of(name) is not None:
         return False
-    known = surely_communicates(name) or kind_of_other(name) != "other"
-    return known or any(map(_is_group, arguments(node).items()))
-
-
-def _is_group(argument: tuple[str, Any]) -> bool:
-    """True for a process group, for the name of one, and for a text that the schema calls so, as torch's own do."""
-    name, value = argument
-    return process_groups.is_process_group(value) or (isinstance(value, str) and name in ("group", "group_name"))
+    if surely_communicates(name) or kind_of_other(name) != "other":
+        return True
+    groups = ("group", "group_name")  # torch's own schemas call a text so
+    told = ((value, isinstance(value, str) and key in groups) for key, value in arguments(node).items())
+    return any(is_group or process_groups.is_process_group(value) for value, is_group in told)
 
 
 def _members(call: fx.Node, op: CollectiveOp) -> list[Collective | None]:
@@ -177,8 +172,8 @@ def _keeps_promise(op: CollectiveOp, before: torch.Tensor | None, after: torch.T
 
 
 def waits_for_several(node: fx.Node) -> bool:
-    """True for the wait for a list of tensors."""
-    return op_name(node) == _WAIT_FOR_LIST
+    """True for the wait for a list of tensors: from torch 2.15 on those of one collective are waited for together."""
+    return op_name(node) == "_c10d_functional.wait_tensors.default"
 
 
 def awaited_item(node: fx.Node) -> fx.Node | None:

@@ -150,11 +150,8 @@ class ScatterPlacement:
 def locate_gather(operand: IndexMap, block: Size, ranks: int, outer: Size = 1) -> GatherPlacement | Refusal:
     """Prove that a 2-D operand is a complete, rank-ordered arrangement of the ranks' parts of a source tensor.
 
-    Args:
-        operand: Map of the operand into the source, which is [outer, ranks, block] row-major.
-        block: Elements from one rank's block to the next one's; of a gathered tensor, those of a shard.
-        ranks: Number of ranks.
-        outer: How many such groups of blocks the source has; a gathered tensor has one.
+    The operand's map is into the source, which is [outer, ranks, block] row-major. Of a gathered tensor, `block` has
+    the elements of a shard, and `outer` is 1.
     """
     found = _find_ranks(operand, block, ranks, outer)
     if isinstance(found, Refusal):

@@ -279,9 +279,6 @@ def is_view(node: fx.Node) -> bool:
     return traits_of(node).view is not None
 
 
-_LARGEST_EXPONENT = 32
-
-
 def adds(node: fx.Node) -> bool:
     """True for an addition or a subtraction."""
     return traits_of(node).sign != 0
@@ -321,7 +318,7 @@ def scaling_of(node: fx.Node) -> float | None:
 def _is_power_of_two(number: float) -> bool:
     """True for one from 2^-32 to 2^32, and for the negative of one."""
     fraction, exponent = math.frexp(abs(number))
-    return fraction == 0.5 and abs(exponent - 1) <= _LARGEST_EXPONENT
+    return fraction == 0.5 and abs(exponent - 1) <= 32
 
 
 def shares_memory(node: fx.Node) -> bool:

@@ -508,9 +508,9 @@ class Candidate:
 
     `joins` is the candidate whose chain this collective is part of: a gather of scales that of their data's gather, a
     reduction that of the last one of a sum. `left_out` says what other matmuls the chain's gathered tensor goes to, and
-    why they are not fused. `weights` tells that the collective looks like one of parameters or of their gradients, as
-    FSDP has them, and `may_be_weights` that it does if its group gathers some: see `find`. `own_part` is what a rank
-    uses of an all-reduce, if that can be a reduce-scatter.
+    why they are not fused. `weights` is the evidence that the collective is one of parameters or of their gradients, as
+    FSDP has them, and `may_be_weights` tells that it is if its group gathers some: see `find`. `own_part` is what a
+    rank uses of an all-reduce, if that can be a reduce-scatter.
     """
 
     collective: Collective
@@ -519,7 +519,7 @@ class Candidate:
     nodes: tuple[fx.Node, ...] = ()
     joins: Candidate | None = None
     left_out: tuple[str, ...] = ()
-    weights: bool = False
+    weights: str = ""
     may_be_weights: bool = False
     own_part: OwnPart | None = None
 

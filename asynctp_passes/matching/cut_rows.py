@@ -143,15 +143,12 @@ def _views(cut: Cut, width: Size, sizes: Sizes) -> Iterator[Cut]:
         step = stack.pop()
         yield step
         for user in step.operand.users:
-            own, before = (sizes.of(value_of(node)) for node in (user, step.operand)) if _keeps(user) else ((), ())
+            if traits_of(user).view not in (View.SAME, View.RESHAPE, View.EXPAND) or tensor_of(user) is None:
+                continue
+            own, before = (sizes.of(value_of(node)) for node in (user, step.operand))
             repeats = traits_of(user).view is View.EXPAND and not same(product(own), product(before))
             if own and same(own[-1], width) and not repeats:
                 stack.append(replace(step, steps=(*step.steps, user)))
-
-
-def _keeps(node: fx.Node) -> bool:
-    """True for a tensor of the same elements in the same order, unless it repeats them."""
-    return traits_of(node).view in (View.SAME, View.RESHAPE, View.EXPAND) and tensor_of(node) is not None
 
 
 # --- parts that are all of a tensor --------------------------------------------------------------------------------

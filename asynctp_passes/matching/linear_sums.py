@@ -119,7 +119,7 @@ def _kind(context: MatchContext, candidate: Candidate, early: EarlySum | None) -
         return None
     group, sizes = (one.group_key, one.group_size), context.sizes.of(value)
     shape = sizes if one.dim else (product(sizes),)
-    return (one.kind, group, one.reduce_op, one.dim, value.dtype, shape, candidate.weights)
+    return (one.kind, group, one.reduce_op, one.dim, value.dtype, shape, bool(candidate.weights))
 
 
 # --- the sum --------------------------------------------------------------------------------------------------

@@ -73,10 +73,10 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
             chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {near_miss.callers(others)}")
         shown = [*region, *matmul_nodes, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
         gradient = backward and not context.parameters.isdisjoint(views_of(scatter.results))
-        weights = gradient or _reduces_weights(context, scatter, shown)
+        weights = _weights_of(context, scatter, shown, gradient)
         return Candidate(scatter, None, (chain,), context.sorted(shown), weights=weights, may_be_weights=gradient)
     nodes = context.sorted([*chain.views, *nodes_of(chain.matmuls), *scatter.nodes])
-    return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(context, scatter, nodes))
+    return Candidate(scatter, chain, (), nodes, weights=_weights_of(context, scatter, nodes))
 
 
 def _scatter_chain(
@@ -233,17 +233,21 @@ def _takes_once(scatter: Collective, user: fx.Node, node: fx.Node) -> bool:
     return user is (scatter.call or scatter.node) and node is scatter.input and taken.count(node) == 1
 
 
-def _reduces_weights(context: MatchContext, collective: Collective, nodes: Iterable[fx.Node]) -> bool:
-    """True when the reduced tensor looks like a parameter's gradient.
+def _weights_of(context: MatchContext, one: Collective, nodes: Iterable[fx.Node], gradient: bool = False) -> str:
+    """The evidence that the reduced tensor is a parameter's gradient; empty without any.
 
     It is a vector, or each matmul that it comes from contracts over rows, and no matmul goes on with it: that would
-    make it an activation, whatever its strides.
+    make it an activation, whatever its strides. Or it is returned as a `gradient`.
     """
-    matmul_nodes = [node for node in nodes if is_matmul(node)]
-    if near_miss.is_vector(collective.input):
-        return True
-    gradients = bool(matmul_nodes) and all(map(contracts_rows, matmul_nodes))
-    return gradients and collective.node not in context.above_matmuls
+    matmul_nodes = context.sorted(filter(is_matmul, nodes))
+    if near_miss.is_vector(one.input):
+        return "a vector"
+    if gradient:
+        return f"{one.node.name} is returned as a parameter's gradient"
+    if not matmul_nodes or not all(map(contracts_rows, matmul_nodes)) or one.node in context.above_matmuls:
+        return ""
+    names = ", ".join(node.name for node in matmul_nodes)
+    return f"by strides, the left operand of {names} is transposed, and no matmul follows"
 
 
 def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Node], way: Sequence[fx.Node]) -> Refusal:

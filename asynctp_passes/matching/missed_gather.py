@@ -56,22 +56,24 @@ def missed_gather(
     misses.sort(key=lambda miss: miss.refusal.reason.rank)
     nodes = sort([*gather.results, *misses[0].nodes])
     given = _given(gather.source)
-    may_be = given is not None and misses[0].refusal not in own.values()
-    weights = (
-        misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND
-        or near_miss.is_vector(gather.input)
-        or (given is not None and _computes_with_rows(misses[0].nodes))
-        or (may_be and given in region.context.parameters)
-    )
+    may_be, weights = given is not None and misses[0].refusal not in own.values(), ""
+    if near_miss.is_vector(gather.input):
+        weights = "a vector"
+    elif misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND:
+        weights = f"the right operand of {misses[0].nodes[-1].name}"
+    elif given is not None and (picks := _computes_with_rows(misses[0].nodes)):
+        weights = f"{picks} picks rows of an input of the graph"
+    elif may_be and given in region.context.parameters:
+        weights = f"{nodes[-1].name} is of a parameter"
     refusals = tuple(miss.refusal for miss in misses)
     return Candidate(gather, None, refusals, nodes, weights=weights, may_be_weights=may_be)
 
 
-def _computes_with_rows(way: Sequence[fx.Node]) -> bool:
-    """True for a way on which rows of a matrix are looked up, and more is computed before they are multiplied."""
-    picked = (tensor_of(first_tensor(node)) for node in way if traits_of(node).view is View.PICK)
-    looked_up = any(value is not None and value.dim() == 2 for value in picked)
-    return looked_up and not all(is_view(node) or is_matmul(node) for node in way)
+def _computes_with_rows(way: Sequence[fx.Node]) -> str:
+    """The op by which rows of a matrix are looked up on a way, if more is computed before they are multiplied."""
+    tables = {node.name: tensor_of(first_tensor(node)) for node in way if traits_of(node).view is View.PICK}
+    looked_up = next((name for name, value in tables.items() if value is not None and value.dim() == 2), "")
+    return "" if all(is_view(node) or is_matmul(node) for node in way) else looked_up
 
 
 def _given(node: fx.Node) -> fx.Node | None:

@@ -53,11 +53,6 @@ def transparent(node: fx.Node) -> bool:
     return known or handed_on_by(node) is not None
 
 
-def looks_up(node: fx.Node, numbers: fx.Node) -> bool:
-    """True for an op that picks rows of another tensor by these numbers."""
-    return traits_of(node).view is View.PICK and first_tensor(node) is not numbers
-
-
 def users_next_to(node: fx.Node) -> Iterable[fx.Node]:
     """The users through which a collective is still 'next to' a matmul."""
     return [user for user in _users(node) if _follows_rows(user, node)] if _passes(node) else ()
@@ -99,8 +94,8 @@ def _inputs_of(node: fx.Node) -> list[fx.Node]:
 
 def carries(user: fx.Node, source: fx.Node) -> bool:
     """True where an op makes rows of the rows of a tensor, which is not only put to those of another one."""
-    values = values_of(source)
-    if looks_up(user, source) or (values and all(value.dtype == torch.bool for value in values)):
+    values, looks_up = values_of(source), traits_of(user).view is View.PICK and first_tensor(user) is not source
+    if looks_up or (values and all(value.dtype == torch.bool for value in values)):
         return False
     if is_other(user):
         return source in _sources_of_rows(user, kept=False, used_later=True)

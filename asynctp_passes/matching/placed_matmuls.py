@@ -74,7 +74,8 @@ def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
     quantized = matmul.scaled is not None or value_of(matmul.a).dtype == torch.int8
     if quantized and region.is_range(matmul.a):
         return Refusal(reasons.TAKEN_IN_PARTS, f"{region.cuts[matmul.a].steps[-1].name} takes rows of fp8 or int8")
-    if matmul.a in region.cuts and not _has_one_scale(region, a_scale):
+    one_scale = a_scale is None or same(product(region.context.sizes.of(value_of(a_scale))), 1)
+    if matmul.a in region.cuts and not one_scale:
         return Refusal(reasons.UNEVEN_SHARDS, f"{region.cuts[matmul.a].steps[0].name} cuts rows that have scales")
     for operand in matmul.operands:
         if not (scale_is_gathered and operand is a_scale) and region.needs_gather(operand):
@@ -90,7 +91,8 @@ def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
         return Refusal(reasons.ROWS_CONTRACTED if inside else placement.reason, placement.facts)
     if region.is_range(matmul.a) and not placement.is_in_order:
         return Refusal(reasons.TAKEN_IN_PARTS, f"{region.cuts[matmul.a].steps[-1].name} takes rows in another order")
-    if not quantized and (number := _first_number(region, matmul.a)) is not None:
+    numbers = (root for root in roots_above(region, [matmul.a]) if region.roots[root].numbers)
+    if not quantized and (number := next(numbers, None)) is not None:  # it, or a tensor computed from such
         return Refusal(reasons.MAY_DIFFER_BY_RANK, f"{op_name(number)} {number.name} takes a number")
     if a_scale is None or matmul.scaled is None or not scale_is_gathered:
         return PlacedMatmul(matmul, placement, None)
@@ -98,11 +100,6 @@ def _by_parts(region: ShardRegion, matmul: Matmul) -> PlacedMatmul | Refusal:
     if isinstance(scale, Refusal):
         return scale
     return scales_mismatch(matmul, matmul.scaled) if scale is None else PlacedMatmul(matmul, placement, scale)
-
-
-def _has_one_scale(region: ShardRegion, a_scale: fx.Node | None) -> bool:
-    """True for a left operand without a scale, or with one number for all rows."""
-    return a_scale is None or same(product(region.context.sizes.of(value_of(a_scale))), 1)
 
 
 def placed_scales(
@@ -113,12 +110,6 @@ def placed_scales(
         return None
     found = region.located(node, view.permute((1, 0)) if of_a.transposed else view)
     return found if isinstance(found, Refusal) or scales_rows(found, data, of_a.rows, of_a.numbers) else None
-
-
-def _first_number(region: ShardRegion, node: fx.Node) -> fx.Node | None:
-    """The first op on the way to a member that takes a number, or a tensor computed from such."""
-    roots = roots_above(region, [node])
-    return next((root for root in roots if region.roots[root].numbers), None)
 
 
 def roots_above(region: ShardRegion, ends: Iterable[fx.Node]) -> tuple[fx.Node, ...]:

@@ -33,7 +33,6 @@ from asynctp_passes.planning.legality import SMALL_BYTES, Context
 from asynctp_passes.planning.overlap import order_beside
 from asynctp_passes.torch_private import fx_graphs, symbolic_sizes
 
-_GROUP_OF_MESH = "_dtensor.mesh_get_process_group.default"
 Key = tuple[object, ...]
 
 
@@ -249,5 +248,5 @@ def _cheap(step: Sequence[fx.Node], chosen: set[fx.Node]) -> bool:
         return node.args[0] in chosen
     if is_random(node):
         return False
-    made_of_nothing = traits_of(node).constant is not None or op_name(node) == _GROUP_OF_MESH
+    made_of_nothing = traits_of(node).constant is not None or op_name(node) == "_dtensor.mesh_get_process_group.default"
     return transparent(node) or is_size(node) or made_of_nothing

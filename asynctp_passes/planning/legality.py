@@ -11,9 +11,7 @@ from torch import fx
 
 from asynctp_passes import ops, reasons
 from asynctp_passes.config import Config
-from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import describe, mutates, orders_streams, tensor_of, traits_of, value_of
-from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.nodes import describe, mutates, orders_streams, tensor_of, value_of
 from asynctp_passes.ir.operations import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.records import Answers
 from asynctp_passes.ir.scales import scales_mismatch
@@ -74,12 +72,7 @@ class Context:
 
         Where ranks run unlike graphs, their first calls that are compared have to meet. So what becomes another
         collective has none of the group's blind calls in its stretch: all graphs have as many before each stretch.
-
-        Args:
-            group: The group.
-            text: The deviation.
-            collectives: Those of the program that become others.
-            until: A node behind which they come.
+        `collectives` are those of the program that become others, and `until` a node behind which they come.
         """
         if LOCAL in text:
             return f"it has a size that only this rank knows: {text}"
@@ -126,10 +119,11 @@ def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:
     if candidate.collective.kind == "other":
         return None
     if groups == "auto":
-        weights = candidate.weights or _is_beside_weights(candidate, context.with_weights)
+        weights = _weights_of(candidate, context.with_weights)
         if weights and key not in context.tensor_parallel:
             gather = candidate.collective.kind == "all_gather"
-            return Refusal(reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT, _evidence(candidate, key))
+            reason = reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT
+            return Refusal(reason, f"{_shown(candidate, key)}: {weights}")
         return Refusal(reasons.DATA_PARALLEL_GROUP, _shown(candidate, key)) if is_named_for_data(candidate) else None
     return None if key in groups else Refusal(reasons.GROUP_NOT_ENROLLED, f"group {key} of {', '.join(groups)}")
 
@@ -215,38 +209,20 @@ def is_tensor_parallel(candidate: Candidate, with_weights: Collection[str] = ())
     Groups `with_weights` gather a parameter for certain.
     """
     missed = any(one.reason.in_scope and one.reason is not reasons.NOT_ROWWISE for one in candidate.refusals)
-    weights = candidate.weights or _is_beside_weights(candidate, with_weights)
-    moves_activations = not weights and (candidate.chain is not None or missed)
-    return moves_activations and not is_named_for_data(candidate)
+    moves_activations = candidate.chain is not None or missed
+    return moves_activations and not _weights_of(candidate, with_weights) and not is_named_for_data(candidate)
 
 
-def _is_beside_weights(candidate: Candidate, with_weights: Collection[str]) -> bool:
-    """True for a gather that may be of a parameter, and has a gather of one in its group: so it is one, too."""
-    return candidate.may_be_weights and candidate.collective.group_key in with_weights
+def _weights_of(candidate: Candidate, with_weights: Collection[str]) -> str:
+    """The evidence that a collective is one of weights: one that may be is, if its group gathers some for certain."""
+    if candidate.weights or not candidate.may_be_weights or candidate.collective.group_key not in with_weights:
+        return candidate.weights
+    return f"{candidate.nodes[-1].name} is of an input of the graph, and the group gathers parameters"
 
 
 def _shown(candidate: Candidate, group: str) -> str:
     dim = candidate.collective.mesh_dim
     return f"group {group}" + (f', mesh dimension "{dim}"' if dim else "")
-
-
-def _evidence(candidate: Candidate, key: str) -> str:
-    """The evidence that a collective is one of parameters or of their gradients."""
-    value, group = tensor_of(candidate.collective.input), _shown(candidate, key)
-    if value is not None and value.dim() < 2:
-        return f"{group}: a vector"
-    products = [node.name for node in candidate.nodes if is_matmul(node)]
-    if candidate.collective.kind == "all_gather":
-        picked = next((node.name for node in candidate.nodes if traits_of(node).view is View.PICK), None)
-        if picked is not None:
-            return f"{group}: {picked} picks rows of an input of the graph"
-        if candidate.may_be_weights:
-            why = "a parameter" if candidate.weights else "an input of the graph, and the group gathers parameters"
-            return f"{group}: {candidate.nodes[-1].name} is of {why}"
-        return f"{group}: the right operand of {products[-1]}"
-    if candidate.may_be_weights:
-        return f"{group}: {candidate.collective.node.name} is returned as a parameter's gradient"
-    return f"{group}: by strides, the left operand of {', '.join(products)} is transposed, and no matmul follows"
 
 
 def chain_proven(candidate: Candidate, context: Context) -> Refusal | None:

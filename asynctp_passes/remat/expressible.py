@@ -44,9 +44,6 @@ _SMALL = 16
 _LEAST_GAIN = 8
 """Rematerialization has to save at least this part of the gathered bytes, one in so many."""
 
-_NUMBERS = ("_operator", "math", "torch")
-"""Modules of the functions that compute sizes."""
-
 
 def _repeats(node: fx.Node) -> bool:
     """True for an op that has the same bits whenever it is done: a view, a copy, a pointwise op, a maximum, a number.
@@ -57,7 +54,7 @@ def _repeats(node: fx.Node) -> bool:
         return False
     traits = traits_of(node)
     if is_number(node):
-        return traits.size or getattr(node.target, "__module__", "") in _NUMBERS
+        return traits.size or getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
     if op_name(node) == "getitem":
         return traits_of(node.all_input_nodes[0]).view in (View.SPLIT, View.UNBIND)
     if is_known_collective(node) or not called_name(node).startswith(("aten.", "prims.")):

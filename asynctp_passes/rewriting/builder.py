@@ -11,7 +11,7 @@ from torch import fx
 
 from asynctp_passes.ir.nodes import value_of
 from asynctp_passes.ir.operations import Collective, Matmul, ScaledOptions
-from asynctp_passes.ir.sizes import Size, SizeExpression, divided, express, product, same
+from asynctp_passes.ir.sizes import Size, SizeExpression, divided, express, product, same, same_sizes
 from asynctp_passes.ir.traversal import segments
 from asynctp_passes.layout.placement import Rearrangement
 from asynctp_passes.matching.chains import Chain
@@ -112,9 +112,11 @@ class Builder:
     def reshape(self, node: fx.Node, shape: Sequence[Size]) -> fx.Node:
         """`node` with another shape; the node itself when it has that shape."""
         old = self.shape(node)
-        if len(old) == len(shape) and all(same(a, b) for a, b in zip(old, shape, strict=True)):
+        if same_sizes(old, shape):
             return node
-        return self.call(_aten.reshape.default, node, self._lengths(shape))
+        symbolic = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
+        lengths = [-1 if axis in symbolic[:1] else self.size(size) for axis, size in enumerate(shape)]
+        return self.call(_aten.reshape.default, node, lengths)
 
     def permute(self, node: fx.Node, order: Sequence[int]) -> fx.Node:
         """`node` with dimensions reordered; the node itself when the order is the identity."""
@@ -157,11 +159,6 @@ class Builder:
         if kind == "of":
             return left.node if left.axis is None else self.call(_aten.sym_size.int, left.node, left.axis)
         return self.call(getattr(operator, kind), self._compute(left), self._compute(right))
-
-    def _lengths(self, shape: Sequence[Size]) -> list[Any]:
-        """Sizes as reshape takes them: integers, at most one -1, and nodes for what else is symbolic."""
-        symbolic = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
-        return [-1 if axis in symbolic[:1] else self.size(size) for axis, size in enumerate(shape)]
 
 
 # --- places: marks that stay while the nodes there are erased -------------------------------------------------------

@@ -149,10 +149,7 @@ def _as_it_was(build: Builder, collective: Collective, done: fx.Node) -> fx.Node
 
 
 def use_own_op(collective: Collective, options: Mapping[str, Any]) -> None:
-    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it.
-
-    options: See `options_of`.
-    """
+    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it, with its `options_of`."""
     node, values = collective.node, arguments(collective.node)
     reduction = (collective.reduce_op,) if collective.kind != "all_gather" else ()
     size = (collective.group_size,) if collective.kind != "all_reduce" else ()
@@ -192,18 +189,14 @@ def emit_bucket(state: RewriteState, bucket: Bucket, front: fx.Node) -> fx.Node:
     for index, (member, value) in enumerate(zip(bucket.members, values, strict=True)):
         piece = build.call(operator.getitem, pieces, index, like=member.node)
         result = build.call(_aten.clone.default, build.reshape(piece, tuple(value.shape)), like=member.node)
-        for wait in _waits_again(member):
+        again = [node for node in views_of(member.waits) if node not in member.waits and op_name(node) == WAIT]
+        for wait in again:  # for what has been waited for already, or a view of it
             build.replace(wait, wait.args[0])  # type: ignore[arg-type]  # a node
             build.graph.erase_node(wait)
         for wait in member.waits:
             build.replace(wait, result)
     erase_unused(state.graph, {node for member in bucket.members for node in member.results})
     return joined
-
-
-def _waits_again(member: Collective) -> list[fx.Node]:
-    """The waits for a result that has been waited for already, or for a view of it."""
-    return [node for node in views_of(member.waits) if node not in member.waits and op_name(node) == WAIT]
 
 
 def _like_first(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

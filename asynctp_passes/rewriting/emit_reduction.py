@@ -44,7 +44,7 @@ def _emit_scatter(build: Builder, chain: ScatterChain, place: ScatterPlacement) 
     else:
         a_parts = [_rows_as_sent(build, chain, build.now(matmul.a)) for matmul in chain.matmuls]
     scatter_dim = value_of(a_parts[0]).dim() - (1 if place.axis == "columns" else 2)
-    op = _call_reduction(build, chain, a_parts, (scatter_dim,), (scatter.group_size,))
+    op = _call_reduction(build, chain, a_parts, scatter_dim)
     shape = build.shape(scatter.node) if chain.own_part is None else chain.own_part.shape
     out = build.reshape(build.contiguous(op), shape)
     _give_result(build, chain, out)
@@ -96,14 +96,8 @@ def _emit_all_reduce(build: Builder, chain: ScatterChain) -> fx.Node:
     return op
 
 
-def _call_reduction(
-    build: Builder,
-    chain: ScatterChain,
-    a_parts: list[fx.Node],
-    where: tuple[int, ...] = (),
-    size: tuple[int, ...] = (),
-) -> fx.Node:
-    """The fused op; only that of a reduce-scatter is told `where` to scatter, and the group's `size`."""
+def _call_reduction(build: Builder, chain: ScatterChain, a_parts: list[fx.Node], *scatter_dim: int) -> fx.Node:
+    """The fused op; only that of a reduce-scatter is told where to scatter, and the group's size."""
     matmuls, collective = chain.matmuls, chain.collective
     b_parts = [right_operand(build, matmul) for matmul in matmuls]
     biases = [row_bias(build, matmul) for matmul in matmuls]
@@ -120,7 +114,8 @@ def _call_reduction(
         scales = [a_scales, b_scales, scaled[0].out_dtype, scaled[0].use_fast_accum]
     given = {name: value for name, value in optional.items() if value is not None}
     op = getattr(torch.ops.asynctp, chain.kind).default
-    how = (collective.reduce_op, *where, *size, collective.group)
+    size = (collective.group_size,) if scatter_dim else ()
+    how = (collective.reduce_op, *scatter_dim, *size, collective.group)
     return build.call(op, a_parts, b_parts, biases, *how, *scales, **given, **options_of(build.state, collective))
 
 

@@ -130,11 +130,6 @@ def _has_effect(node: fx.Node) -> bool:
     return mutates(node) or (node.is_impure() and not is_random(node) and not is_known_collective(node))
 
 
-def _is_alias(node: fx.Node) -> bool:
-    """True for an op that always gives a view: it reads nothing, and its result changes with what it takes."""
-    return not mutates(node) and torch_ops.may_alias(node)
-
-
 def _around_borders(nodes: Sequence[fx.Node]) -> Iterator[_Pair]:
     """For each op that orders streams, the pairs of it and each other node, in the graph's order."""
     for place, border in enumerate(nodes):
@@ -154,5 +149,6 @@ def _accesses(nodes: Sequence[fx.Node]) -> Iterator[_Pair]:
         whole = reachable(written_by(write), lambda node: node.all_input_nodes if shares_memory(node) else ())
         views = reachable(whole, lambda node: filter(shares_memory, node.users))
         for access in {reader for view in views for reader in readers[view]} - {write}:
-            if access.op != "output" and not _is_alias(access):
+            is_alias = not mutates(access) and torch_ops.may_alias(access)  # a view reads nothing
+            if access.op != "output" and not is_alias:
                 yield (access, write) if place[access] < place[write] else (write, access)

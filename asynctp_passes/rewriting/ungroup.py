@@ -109,12 +109,11 @@ def _single_call(node: fx.Node, index: int, item: fx.Node) -> fx_graphs.Call | N
     if (of_numbers := _OF_NUMBERS.get(short_name(node).removeprefix(_PREFIX))) is not None:
         forms.append((getattr(torch.ops.aten, of_numbers), args, kwargs))
     calls = (fx_graphs.call_made_by(*form, value_of(item)) for form in forms)
-    return next((call for call in calls if call is not None and _is_by_elements(call)), None)
-
-
-def _is_by_elements(call: fx_graphs.Call) -> bool:
-    copies = traits_named(name_of(call.target)).view is View.OVERWRITE  # which has no tag
-    return copies or torch.Tag.pointwise in call.target.tags
+    for call in calls:
+        copies = call is not None and traits_named(name_of(call.target)).view is View.OVERWRITE  # which has no tag
+        if call is not None and (copies or torch.Tag.pointwise in call.target.tags):
+            return call
+    return None
 
 
 def name_last_only(graph: fx.Graph) -> None:
