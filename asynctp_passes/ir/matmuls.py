@@ -161,12 +161,11 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     values, result = arguments(node), _result(node, op)
     if isinstance(result, Refusal):
         return result
-    if triton_kernels.called_by(node) is not None and (more := _computes_more(op, values)):
-        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name} {more}")
     a, right, out = tensor_of(values.get(op.a)), tensor_of(values.get(op.b)), tensor_of(result)
     if a is None or right is None or out is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
-    if triton_kernels.called_by(node) is not None and (other := _passes_other(node, op, a, out)):
+    is_kernel = triton_kernels.called_by(node) is not None
+    if is_kernel and (other := _computes_more(op, values) or _passes_other(node, op, a, out)):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name} {other}")
     b, b_transposed = _one_matrix(values[op.b], op.b_transposed)
     if b is None or a.dim() < 2 or not same(rows_of(a), rows_of(out)) or not _fit(a, right, out, op.b_transposed):
