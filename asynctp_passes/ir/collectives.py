@@ -114,9 +114,7 @@ def sent_kind(collective: Collective) -> CollectiveKind:
     return collective.kind if op is None else op.kind
 
 
-def _item(
-    call: fx.Node, op: CollectiveOp, values: dict[str, Any], tensor: Any, item: fx.Node | None
-) -> Collective | None:
+def _item(call: fx.Node, op: CollectiveOp, values: dict[str, Any], tensor: Any, item: Any) -> Collective | None:
     """The collective of one tensor of several."""
     member = _member(item or call, op, values, tensor, call)
     return member if item is not None or member is None else replace(member, kind="other")

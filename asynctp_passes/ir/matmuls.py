@@ -22,6 +22,7 @@ from asynctp_passes.ir.nodes import (
     items_of,
     nodes_in,
     op_name,
+    order_of,
     short_name,
     tensor_of,
     traits_of,
@@ -323,23 +324,15 @@ def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:
         if traits.view in (View.EXPAND, View.RESHAPE):  # may repeat or regroup the matrices of a batch
             if not same_sizes(source.shape[-2:], value.shape[-2:]):
                 break
-        elif _swaps_last_two(node, value.dim()):
+        elif traits.view is View.PERMUTE:
+            *batch, rows, columns = range(value.dim())
+            if order_of(node, value.dim()) != [*batch, columns, rows]:
+                break
             transposed = not transposed
         elif traits.view is not View.SAME or traits.copies:
             break
         node = node.args[0]  # type: ignore[assignment]
     return None, transposed
-
-
-def _swaps_last_two(node: fx.Node, rank: int) -> bool:
-    view = traits_of(node).view
-    if view is View.PERMUTE:
-        order = [axis % rank for axis in arguments(node)["dims"]]
-        return order == [*range(rank - 2), rank - 1, rank - 2]
-    if view is View.TRANSPOSE:
-        values = arguments(node)
-        return {values["dim0"] % rank, values["dim1"] % rank} == {rank - 2, rank - 1}
-    return False
 
 
 def _fit(a: torch.Tensor, right: torch.Tensor, out: torch.Tensor, b_transposed: bool) -> bool:

@@ -102,6 +102,18 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return values
 
 
+def order_of(node: fx.Node, rank: int) -> list[int]:
+    """The order in which a permutation takes the dimensions of a tensor of this rank."""
+    values, order = arguments(node), list(range(rank))
+    if "dims" in values:
+        return [axis % rank for axis in values["dims"]]
+    if "dim0" not in values:  # the transposition of a matrix
+        return order[::-1]
+    first, second = values["dim0"] % rank, values["dim1"] % rank
+    order[first], order[second] = second, first
+    return order
+
+
 def first_tensor(node: fx.Node) -> fx.Node | None:
     return next((argument for argument in node.all_input_nodes if tensor_of(argument) is not None), None)
 

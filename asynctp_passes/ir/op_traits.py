@@ -15,9 +15,7 @@ class View(enum.Enum):
 
     SAME = enum.auto()  # every element stays in its place, in the same memory or in a copy
     RESHAPE = enum.auto()  # the same elements in row-major order, under other sizes
-    PERMUTE = enum.auto()
-    TRANSPOSE = enum.auto()  # two dimensions, which the call names
-    REVERSE_DIMS = enum.auto()  # the transposition of a matrix
+    PERMUTE = enum.auto()  # in the `nodes.order_of` dimensions
     EXPAND = enum.auto()
     SLICE = enum.auto()
     SELECT = enum.auto()
@@ -38,7 +36,7 @@ class View(enum.Enum):
     OPAQUE = enum.auto()  # no index map describes it
 
 
-_REARRANGES = {View.SAME, View.RESHAPE, View.PERMUTE, View.TRANSPOSE, View.REVERSE_DIMS}
+_REARRANGES = {View.SAME, View.RESHAPE, View.PERMUTE}
 _KEEPS_VALUES = _REARRANGES | {View.EXPAND, View.CAT, View.STACK, View.CAST}
 _WHOLE = _KEEPS_VALUES | {View.BITCAST}
 _PIECES = {View.SPLIT, View.UNBIND, View.ITEM, View.AWAIT_LIST}
@@ -158,8 +156,8 @@ TRAITS: dict[str, OpTraits] = {
     "aten.squeeze.dim": _RESHAPE,
     "aten.squeeze.dims": _RESHAPE,
     "aten.permute.default": OpTraits(View.PERMUTE),
-    "aten.transpose.int": OpTraits(View.TRANSPOSE),
-    "aten.t.default": OpTraits(View.REVERSE_DIMS),
+    "aten.transpose.int": OpTraits(View.PERMUTE),
+    "aten.t.default": OpTraits(View.PERMUTE),
     "aten.expand.default": OpTraits(View.EXPAND),
     # parts of a tensor
     "aten.slice.Tensor": OpTraits(View.SLICE),

@@ -263,7 +263,7 @@ def _never_holds(guard: sympy.Rel, values: dict[sympy.Symbol, sympy.Expr]) -> bo
     left, right = (
         side.subs(values)
         .replace(symbolic_sizes.is_floor_division, _floor)
-        .replace(symbolic_sizes.is_remainder, _remainder)
+        .replace(symbolic_sizes.is_remainder, _remainder_by_floor)
         for side in guard.args
     )
     difference = sympy.expand(left - right)
@@ -295,15 +295,6 @@ def _quotient(whole: sympy.Expr, base: sympy.Expr, divisor: sympy.Expr) -> sympy
     if rest.could_extract_minus_sign():
         return times - _quotient(whole, divisor - 1 - rest, divisor)
     return times + symbolic_sizes.floor_division(rest, divisor)
-
-
-def _remainder(modulo: sympy.Expr) -> sympy.Expr:
-    """`base % divisor` as a number, where the divisor divides all of `base` but a number."""
-    base, divisor = modulo.args
-    if not divisor.is_Integer or divisor <= 0:
-        return modulo
-    _, rest = _divided_terms(base, divisor)
-    return rest % divisor if rest.is_Integer else modulo
 
 
 def _divided_terms(base: sympy.Expr, divisor: sympy.Integer) -> tuple[sympy.Expr, sympy.Expr]:

@@ -17,7 +17,7 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.ir.matmuls import added_matrix
-from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import arguments, is_size, op_name, order_of, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.sizes import Size, Sizes, canonical, is_within, product, same_sizes
 from asynctp_passes.ir.traversal import reachable
@@ -111,9 +111,9 @@ class _Call:
         """The sizes of the op's result."""
         return self.sizes.of(value_of(self.node))
 
-    def axis(self, name: str = "dim") -> int:
-        """A dimension argument, counted from the front."""
-        axis: int = self.values[name]
+    def axis(self) -> int:
+        """The dimension argument, counted from the front."""
+        axis: int = self.values["dim"]
         return axis % len(self.source.dims)
 
 
@@ -348,19 +348,7 @@ def _reshape(call: _Call) -> Result:
 
 
 def _permute(call: _Call) -> Result:
-    rank = len(call.source.dims)
-    return call.source.permute([axis % rank for axis in call.values["dims"]])
-
-
-def _transpose(call: _Call) -> Result:
-    order = list(range(len(call.source.dims)))
-    first, second = call.axis("dim0"), call.axis("dim1")
-    order[first], order[second] = order[second], order[first]
-    return call.source.permute(order)
-
-
-def _reverse_dims(call: _Call) -> Result:
-    return call.source.permute(list(range(len(call.source.dims)))[::-1])
+    return call.source.permute(order_of(call.node, len(call.source.dims)))
 
 
 def _slice(call: _Call) -> Result:
@@ -632,8 +620,6 @@ RULES: dict[View, Callable[[_Call], Result]] = {
     View.SAME: _unchanged,
     View.RESHAPE: _reshape,
     View.PERMUTE: _permute,
-    View.TRANSPOSE: _transpose,
-    View.REVERSE_DIMS: _reverse_dims,
     View.EXPAND: _expand,
     View.SLICE: _slice,
     View.SELECT: _select,

@@ -293,10 +293,8 @@ def _kind(node: object, step: fx.Node, scaled: ScaledOptions) -> Kind | None:
 
 def _assigned(factors: Sequence[Factor], scaled: ScaledOptions) -> tuple[fx.Node | None, fx.Node | None] | None:
     """The scales of A and B: the factor per row and per column, a number where there is none, else the constant 1."""
-    by_kind: dict[Kind, list[fx.Node]] = {"row": [], "column": [], "number": []}
-    for kind, factor in factors:
-        by_kind[kind].append(factor)
-    rows, columns, numbers = by_kind["row"], by_kind["column"], by_kind["number"]
+    kinds = ("row", "column", "number")
+    rows, columns, numbers = ([factor for kind, factor in factors if kind == own] for own in kinds)
     if len(rows) > 1 or len(columns) > 1 or len(factors) > 2:
         return None
     a_scale = rows[0] if rows else numbers.pop(0) if numbers else scaled.a_scale

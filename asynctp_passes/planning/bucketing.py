@@ -24,7 +24,7 @@ from asynctp_passes.ir.operations import Collective, nodes_of
 from asynctp_passes.ir.order import communicates, is_opaque
 from asynctp_passes.ir.traversal import steps_of
 from asynctp_passes.matching.chains import Bucket, Chain, Decision, dropped_collectives, fused_chains
-from asynctp_passes.matching.collapsed import collapsed
+from asynctp_passes.matching.find import collapsed
 from asynctp_passes.matching.near_miss import transparent
 from asynctp_passes.ops.checks import EXTREMES
 from asynctp_passes.planning.cost_model import bytes_of
