@@ -169,8 +169,12 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     if is_kernel and (other := _computes_more(op, values) or _passes_other(node, op, a, out)):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name} {other}")
     b, b_transposed = _one_matrix(values[op.b], op.b_transposed)
-    if b is None or a.dim() < 2 or not same(rows_of(a), rows_of(out)) or not _fit(a, right, out, op.b_transposed):
-        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}: {list(a.shape)} @ {list(right.shape)}")
+    facts = f"{name} {node.name}: {list(a.shape)} @ {list(right.shape)}"
+    if b is None or a.dim() < 2 or not same(rows_of(a), rows_of(out)):
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
+    depth, columns = reversed(right.shape[-2:]) if op.b_transposed else right.shape[-2:]
+    if differ(a.shape[-1], depth) or differ(out.shape[-1], columns):  # than the op was described to have
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
     bias = values.get(op.bias) if op.bias is not None else None
     problem = _added(node, values, bias, out)
     scaled = read_scales(node, op, values, a, right, out)
@@ -333,12 +337,6 @@ def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:
             break
         node = node.args[0]  # type: ignore[assignment]
     return None, transposed
-
-
-def _fit(a: torch.Tensor, right: torch.Tensor, out: torch.Tensor, b_transposed: bool) -> bool:
-    """False where a registered matmul, as it was described, would not make these columns of such sizes."""
-    depth, columns = reversed(right.shape[-2:]) if b_transposed else right.shape[-2:]
-    return not differ(a.shape[-1], depth) and not differ(out.shape[-1], columns)
 
 
 def rows_of(tensor: torch.Tensor) -> Size:

@@ -339,27 +339,16 @@ def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 # --- one function per kind of view -----------------------------------------------------------------------
-def _unchanged(call: _Call) -> Result:
-    return call.source
-
-
-def _reshape(call: _Call) -> Result:
-    return call.source.reshape(call.shape())
-
-
-def _permute(call: _Call) -> Result:
-    return call.source.permute(order_of(call.node, len(call.source.dims)))
-
-
 def _slice(call: _Call) -> Result:
     axis, step = call.axis(), call.values.get("step", 1)  # a narrow has none
     if not isinstance(step, int):
         return Refusal(reasons.SIZES_NOT_PROVEN, "the step is symbolic")
-    return call.source.narrow(axis, _start(call, axis, call.values["start"]), call.shape()[axis], step)
+    return call.source.narrow(axis, _from_front(call, call.values["start"]), call.shape()[axis], step)
 
 
-def _start(call: _Call, axis: int, start: Any) -> Size:
-    """The first index of a slice, counted from the front and clamped as Python does."""
+def _from_front(call: _Call, start: Any) -> Size:
+    """An index, or the first one of a slice, counted from the front and clamped as Python does."""
+    axis = call.axis()
     whole = call.sizes.of(call.node.all_input_nodes[0].meta["val"])[axis]
     first = 0 if start is None else call.sizes.read(start)
     if isinstance(first, int) and first < 0:
@@ -367,11 +356,6 @@ def _start(call: _Call, axis: int, start: Any) -> Size:
     if isinstance(first, int) and isinstance(whole, int):
         first = min(first, whole)
     return first
-
-
-def _select(call: _Call) -> Result:
-    axis = call.axis()
-    return call.source.select(axis, _start(call, axis, call.values["index"]))
 
 
 def _split(call: _Call) -> Result:
@@ -403,11 +387,6 @@ def _index_of(item: fx.Node) -> int:
     index = item.args[1]
     assert isinstance(index, int)
     return index
-
-
-def _waited(call: _Call) -> Result:
-    """Several tensors, waited for together: each stays as it is."""
-    return tuple(call.propagation.maps.get(tensor) for tensor in call.values["tensors"])
 
 
 def _cat(call: _Call) -> Result:
@@ -451,10 +430,6 @@ def _bitcast(call: _Call) -> Result:
 def changes_elements(before: torch.dtype, after: torch.dtype) -> Refusal:
     """A refusal of elements that are seen as ones of another size, and not as what they were again."""
     return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{before} seen as {after} changes the number of elements")
-
-
-def _expand(call: _Call) -> Result:
-    return _repeated(call, call.first)
 
 
 def _repeated(call: _Call, source: fx.Node) -> Result:
@@ -612,21 +587,17 @@ def _reordered(call: _Call) -> Result:
     return Refusal(reasons.PIECES_REORDERED, "")
 
 
-def _refuse(reason: reasons.Reason) -> Callable[[_Call], Result]:
-    return lambda call: Refusal(reason, "")
-
-
 RULES: dict[View, Callable[[_Call], Result]] = {
-    View.SAME: _unchanged,
-    View.RESHAPE: _reshape,
-    View.PERMUTE: _permute,
-    View.EXPAND: _expand,
+    View.SAME: lambda call: call.source,
+    View.RESHAPE: lambda call: call.source.reshape(call.shape()),
+    View.PERMUTE: lambda call: call.source.permute(order_of(call.node, len(call.source.dims))),
+    View.EXPAND: lambda call: _repeated(call, call.first),
     View.SLICE: _slice,
-    View.SELECT: _select,
+    View.SELECT: lambda call: call.source.select(call.axis(), _from_front(call, call.values["index"])),
     View.SPLIT: _split,
     View.UNBIND: _unbind,
     View.ITEM: _getitem,
-    View.AWAIT_LIST: _waited,
+    View.AWAIT_LIST: lambda call: tuple(call.propagation.maps.get(tensor) for tensor in call.values["tensors"]),
     View.CAT: _cat,
     View.STACK: _cat,
     View.CAST: _cast,
@@ -636,7 +607,7 @@ RULES: dict[View, Callable[[_Call], Result]] = {
     View.WRITE: _written,
     View.OVERWRITE: _overwritten,
     View.REORDER: _reordered,
-    View.REPEAT: _refuse(reasons.PIECES_REPEATED),
-    View.OPAQUE: _refuse(reasons.VIEW_NOT_UNDERSTOOD),
+    View.REPEAT: lambda call: Refusal(reasons.PIECES_REPEATED, ""),
+    View.OPAQUE: lambda call: Refusal(reasons.VIEW_NOT_UNDERSTOOD, ""),
 }
 """How an index map goes through each way of rearranging a tensor."""

@@ -54,7 +54,9 @@ def find(
     found = {**gathers, **{node: _unless_taken(candidate, taken) for node, candidate in scatters.items()}}
     found |= summed(context, found)
     found |= _own_parts(context, found)
-    return [found.get(collective.node) or _match_other(context, collective) for collective in collectives]
+    others, sort = [one for one in collectives if one.node not in found], context.sorted
+    why = {one.node: Candidate(one, None, (_other_refusal(context, one),), sort(one.results)) for one in others}
+    return [found.get(one.node) or why[one.node] for one in collectives]
 
 
 def _fused_matmuls(candidates: Iterable[Candidate]) -> set[fx.Node]:
@@ -211,13 +213,8 @@ def _others_above(hoist: Hoist, step: Step) -> list[fx.Node]:
 
 
 # --- other collectives -----------------------------------------------------------------------------------------
-def _match_other(context: MatchContext, collective: Collective) -> Candidate:
-    """Collectives of other kinds, and those that cannot be read."""
-    nodes = context.sorted([collective.node, *collective.waits])
-    return Candidate(collective, None, (_other_refusal(context, collective),), nodes)
-
-
 def _other_refusal(context: MatchContext, collective: Collective) -> Refusal:
+    """What is said of collectives of other kinds, and of those that cannot be read."""
     name = called_name(collective.node)
     if collective.is_unused:
         return Refusal(reasons.RESULT_UNUSED, f"{describe(collective.input)} of {name}")

@@ -198,7 +198,10 @@ def _own_piece(gather: Collective, propagation: Propagation, sizes: Sizes) -> fx
     splits = (node for node in propagation.pieces if traits_of(node).view is View.SPLIT)
     pieces = (_only_piece(node) for node in splits if _cuts_every_shard(node, gather, propagation, sizes))
     own = next((piece for piece in pieces if piece is not None and piece.args[1] == rank), None)
-    if own is None or not _is_copied(own):
+    if own is None:
+        return None
+    copies = (traits_of(user).view is View.SAME and traits_of(user).copies for user in own.users if not is_size(user))
+    if not (symbolic_sizes.is_contiguous(value_of(own)) or all(copies)):  # DTensor returns it so, or a copy
         return None
     kept = {own, *views_of([own])}
     return own if all(source in kept for source, _ in propagation.uses()) else None
@@ -222,10 +225,3 @@ def _only_piece(split: fx.Node) -> fx.Node | None:
     items = [user for user in split.users if op_name(user) == "getitem"]
     taken = [item for item in items if item.users]
     return taken[0] if len(taken) == 1 and len(items) == len(split.users) else None
-
-
-def _is_copied(piece: fx.Node) -> bool:
-    """True for a piece that is contiguous, or only used as a contiguous copy: that is how DTensor returns it."""
-    value = tensor_of(piece)
-    copies = (traits_of(user).view is View.SAME and traits_of(user).copies for user in piece.users if not is_size(user))
-    return value is not None and (symbolic_sizes.is_contiguous(value) or all(copies))

@@ -276,7 +276,9 @@ def _order_in_flight(
     if not flying:
         return {}
     waits = {wait for gather, _ in flying for wait in gather.waits}
-    calls = [node for node in graph.nodes if node in products or (_is_a_call(node) and node not in waits)]
+    others = (node for node in graph.nodes if node not in waits and node not in products)
+    starts = {node for node in others if communicates(node) or inductor_order.is_called(node.target)}
+    calls = [node for node in graph.nodes if node in products or node in starts]  # no kernel that Inductor could fuse
     ordered: dict[fx.Node, list[fx.Node]] = {}
     for gather, op in flying:
         start, end = gather.node, min(gather.waits)
@@ -289,11 +291,6 @@ def _order_in_flight(
         for wait in gather.waits if beside else ():
             ordered.setdefault(wait, []).extend(beside)
     return ordered
-
-
-def _is_a_call(node: fx.Node) -> bool:
-    """True for what Inductor calls, and makes no kernel of that it could fuse: such ops, and starts of collectives."""
-    return communicates(node) or inductor_order.is_called(node.target)
 
 
 def wait_with_sources(segment: Mapping[fx.Node, int]) -> None:
