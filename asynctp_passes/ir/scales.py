@@ -127,12 +127,9 @@ def _in_blocks(size: Any, lines: int = BLOCK) -> int | None:
 
 def _told(values: dict[str, Any]) -> str:
     """How `_scaled_mm_v2` is told to scale, for people: `RowWise x RowWise`."""
-    sides = (" and ".join(map(_scaling, values[f"recipe_{side}"])) for side in "ab")
+    names = dict(enumerate(_SCALINGS))
+    sides = (" and ".join(names.get(one, f"ScalingType({one})") for one in values[f"recipe_{side}"]) for side in "ab")
     swizzled = any((*values["swizzle_a"], *values["swizzle_b"]))
     contracted = tuple(axis % 2 for axis in values["contraction_dim"])
     odd = "" if contracted in ((), (1, 0)) else f", contracted over {values['contraction_dim']}"
     return " x ".join(sides) + (", swizzled" if swizzled else "") + odd
-
-
-def _scaling(value: int) -> str:
-    return _SCALINGS[value] if 0 <= value < len(_SCALINGS) else f"ScalingType({value})"

@@ -50,7 +50,9 @@ def own_part(context: MatchContext, collective: Collective) -> OwnPart | None:
     shape = (count,) if rows is None else (rows, *sizes[1:])
     views = context.sorted(part.views.keys() - set(collective.results))
     found = OwnPart(rank, shape, context.sorted(part.ends), views, part.by_place)
-    return found if _is_expressible(context, collective, found) else None
+    sources = context.sizes.sources([collective.source])
+    shapes = [shape, *(context.sizes.of(value_of(end)) for end in (*found.ends, node))]
+    return found if all(express(size, sources) is not None for shape in shapes for size in shape) else None
 
 
 class _Part:
@@ -142,10 +144,3 @@ def scattered(context: MatchContext, candidate: Candidate, part: OwnPart) -> Can
     nodes = candidate.nodes if part.by_place else context.sorted([*candidate.nodes, *part.nodes])
     chain = replace(chain, placement=placement, own_part=part)
     return replace(candidate, chain=chain, own_part=part, nodes=nodes)
-
-
-def _is_expressible(context: MatchContext, collective: Collective, part: OwnPart) -> bool:
-    """True where the sizes of tensors follow from what is reduced."""
-    sources = context.sizes.sources([collective.source])
-    shapes = (context.sizes.of(value_of(node)) for node in (*part.ends, collective.node))
-    return all(express(size, sources) is not None for shape in (part.shape, *shapes) for size in shape)

@@ -375,23 +375,16 @@ def _by_extrema(region: ShardRegion, node: fx.Node) -> _Found:
     return dim + kept, outer, inner
 
 
-def _by_sums(region: ShardRegion, node: fx.Node) -> Refusal:
-    """None is a part's: sums, means and the like may round otherwise for another number of rows."""
-    reduced = _reduced(region, node)
-    if isinstance(reduced, Refusal):
-        return reduced
-    axes, axis, _ = reduced
-    if axis in axes:
-        return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
-    return Refusal(reasons.COMPUTED_BETWEEN, "rounds in an order that may depend on the number of rows")
-
-
-def _by_several(region: ShardRegion, node: fx.Node) -> Refusal:
-    """None is a part's: several tensors, as a variance and its mean, or maxima and where they are."""
+def _by_whole_rows(region: ShardRegion, node: fx.Node) -> Refusal:
+    """None is a part's: sums and means may round otherwise for another number of rows. Nor are several tensors."""
+    several = tensor_of(node) is None  # as a variance and its mean, or maxima and where they are
     reduced = _reduced(region, node) if near_miss.reduces(node) else None
     if isinstance(reduced, tuple) and reduced[1] in reduced[0]:
         return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
-    return Refusal(reasons.COMPUTED_BETWEEN, f"not an operation that returns one tensor{near_miss.unknown([node])}")
+    if isinstance(reduced, Refusal) and not several:
+        return reduced
+    rounds, other = "rounds in an order that may depend on the number of rows", near_miss.unknown([node])
+    return Refusal(reasons.COMPUTED_BETWEEN, f"not an operation that returns one tensor{other}" if several else rounds)
 
 
 def _by_rows(region: ShardRegion, node: fx.Node) -> _Found:
@@ -409,10 +402,10 @@ def _by_rows(region: ShardRegion, node: fx.Node) -> _Found:
 
 
 _RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[ShardRegion, fx.Node], _Found]], ...] = (
-    (lambda node: tensor_of(node) is None, _by_several),
+    (lambda node: tensor_of(node) is None, _by_whole_rows),
     (lambda node: is_pointwise(node) or traits_of(node).casts, _by_elements),
     (lambda node: traits_of(node).is_exact_reduction, _by_extrema),
-    (near_miss.reduces, _by_sums),
+    (near_miss.reduces, _by_whole_rows),
     (near_miss.is_registered_rowwise, _by_rows),
 )
 """The kinds of ops that are computed of parts, and the rule of each, whose first line says what it proves. Views are no

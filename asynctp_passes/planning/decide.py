@@ -56,7 +56,9 @@ def unused_collectives(graph: fx.Graph, collectives: Sequence[Collective], confi
         return frozenset()
     left = [one for one in collectives if phase == "backward" or partitioner.is_of_backward(one.node)]
     of_gradients = reachable(tangents_of(graph), lambda node: node.users)
-    ours = {one.node: one for one in left if _can_go(one, config) and one.node not in of_gradients}
+    torchs = (one for one in left if op_name(one.node).startswith("_c10d_functional.") and not mutates(one.node))
+    single = [one for one in torchs if one.kind != "other" and config.enrolls(one.group_key)]
+    ours = {one.node: one for one in single if one.node not in of_gradients}
     waits = {wait for one in ours.values() for wait in one.waits}
     others = [node for node in graph.nodes if node not in ours and node not in waits and has_side_effect(node)]
     gone = frozenset(ours) - reachable(others)
@@ -80,12 +82,6 @@ def _dropped_everywhere(collectives: Sequence[Collective], context: Context) -> 
             groups.setdefault(one.group_key, []).append(one)
     gone = (found for group, found in groups.items() if not context.refused(group, context.words.of_dropped(found)))
     return frozenset(one.node for found in gone for one in found)
-
-
-def _can_go(collective: Collective, config: Config) -> bool:
-    """True for torch's own out-of-place gather or reduction of one tensor."""
-    functional = op_name(collective.node).startswith("_c10d_functional.") and not mutates(collective.node)
-    return collective.kind != "other" and functional and config.enrolls(collective.group_key)
 
 
 def allowed(candidate: Candidate, context: Context) -> bool:

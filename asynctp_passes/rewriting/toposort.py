@@ -93,7 +93,9 @@ class _KeptOrder:
         self._nodes = nodes
         called = [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
         self._fixed = {*_accesses(nodes), *_around_borders(called)}
-        draws, effects = list(filter(is_random, called)), list(filter(_has_effect, called))
+        draws, impure = list(filter(is_random, called)), [node for node in called if node.is_impure()]
+        others = {node for node in impure if not is_random(node) and not is_known_collective(node)}  # prints, asserts
+        effects = [node for node in called if mutates(node) or node in others]
         calls = communications(called)
         self._pairs = {
             pair: rank for rank, sequence in enumerate((draws, effects, calls)) for pair in pairwise(sequence)
@@ -123,11 +125,6 @@ class _KeptOrder:
         around = [(before, then) for before, end in self._pairs if end is first]
         around += [(first, after) for start, after in self._pairs if start is then]
         self._pairs |= {one: rank for one in around if one[0] is not one[1] and one not in self._given_up}
-
-
-def _has_effect(node: fx.Node) -> bool:
-    """True for an in-place operation, and for what does something else besides: prints, or asserts."""
-    return mutates(node) or (node.is_impure() and not is_random(node) and not is_known_collective(node))
 
 
 def _around_borders(nodes: Sequence[fx.Node]) -> Iterator[_Pair]:
