@@ -120,12 +120,6 @@ class GatherPlacement:
         return GatherPlacement(self.axis, outer, inner, self.width, shard)
 
 
-def scales_rows(scale: GatherPlacement, data: GatherPlacement, rows: int = 1, numbers: Size = 1) -> bool:
-    """True for scales laid out over the rows as the data is, `numbers` of them for every `rows` rows."""
-    sizes = ((scale.outer, data.outer), (scale.inner * rows, data.inner), (scale.width, numbers))
-    return data.axis == scale.axis == "rows" and all(same(a, b) for a, b in sizes)
-
-
 @dataclass(frozen=True)
 class ScatterPlacement:
     """How a reduce-scatter's input is made of a matmul result [M, N].

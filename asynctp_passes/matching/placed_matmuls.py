@@ -13,10 +13,10 @@ from asynctp_passes.ir.matmuls import contracts_rows, is_matmul, operands_that_a
 from asynctp_passes.ir.nodes import op_name, value_of
 from asynctp_passes.ir.operations import Matmul, ScalesOfA
 from asynctp_passes.ir.scales import scales_mismatch
-from asynctp_passes.ir.sizes import product, same
+from asynctp_passes.ir.sizes import product, same, same_sizes
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
-from asynctp_passes.layout.placement import GatherPlacement, scales_rows
+from asynctp_passes.layout.placement import GatherPlacement
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
 
@@ -109,7 +109,10 @@ def placed_scales(
     if len(view.dims) != 2:
         return None
     found = region.located(node, view.permute((1, 0)) if of_a.transposed else view)
-    return found if isinstance(found, Refusal) or scales_rows(found, data, of_a.rows, of_a.numbers) else None
+    if isinstance(found, Refusal):
+        return found
+    sizes = (found.outer, found.inner * of_a.rows, found.width), (data.outer, data.inner, of_a.numbers)
+    return found if data.axis == found.axis == "rows" and same_sizes(*sizes) else None
 
 
 def roots_above(region: ShardRegion, ends: Iterable[fx.Node]) -> tuple[fx.Node, ...]:

@@ -127,9 +127,7 @@ def _eligible(decision: Decision, context: Context) -> bool:
     collective = decision.candidate.collective
     if op_name(collective.node) != "_c10d_functional.all_reduce.default" or decision.refusal is None:
         return False
-    if decision.refusal.reason is reasons.RESULT_DROPPED:
-        return False
-    if not collective.is_on_one_stream:
+    if decision.refusal.reason is reasons.RESULT_DROPPED or not collective.is_on_one_stream:
         return False
     if collective.reduce_op not in EXTREMES or not context.config.enrolls(collective.group_key):
         return False

@@ -11,7 +11,7 @@ from torch import fx
 
 from asynctp_passes import ops, reasons
 from asynctp_passes.config import Config
-from asynctp_passes.ir.nodes import describe, mutates, orders_streams, tensor_of, value_of
+from asynctp_passes.ir.nodes import describe, dtype_of, mutates, orders_streams, tensor_of, value_of
 from asynctp_passes.ir.operations import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.records import Answers
 from asynctp_passes.ir.scales import scales_mismatch
@@ -291,8 +291,7 @@ def values_known(candidate: Candidate, context: Context) -> Refusal | None:
 
 
 def device_supported(candidate: Candidate, context: Context) -> Refusal | None:
-    value = tensor_of(candidate.collective.node)
-    device = value.device.type if value is not None else "?"
+    device = value_of(candidate.collective.node).device.type
     return None if device in _DEVICES else Refusal(reasons.DEVICE_UNSUPPORTED, device)
 
 
@@ -309,28 +308,22 @@ def contraction_or_columns_fit(candidate: Candidate, context: Context) -> Refusa
 
 def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:
     for matmul in candidate.proven.matmuls:
-        a, b, out = tensor_of(matmul.a), tensor_of(matmul.b), tensor_of(matmul.node)
-        if a is None or b is None or out is None:
-            return Refusal(reasons.SHAPE_UNKNOWN, matmul.node.name)
-        bias = tensor_of(matmul.bias)
-        added = out.dtype if bias is None else bias.dtype
-        gathers = candidate.collective.kind == "all_gather"
-        operands, results = (a.dtype, b.dtype), {out.dtype, added}
-        plain = matmul.scaled is None and _plain_fits(*operands, results, gathers)
-        if not (plain or (matmul.scaled is not None and _scaled_fits(matmul, *operands, results))):
-            product = f"{a.dtype} @ {b.dtype} -> {out.dtype}" + ("" if bias is None else f", bias {bias.dtype}")
+        a, b, out = (value_of(node).dtype for node in (matmul.a, matmul.b, matmul.node))
+        bias, gathers = dtype_of(matmul.bias), candidate.collective.kind == "all_gather"
+        if not _fits(matmul, a, b, {out, bias or out}, gathers):
+            product = f"{a} @ {b} -> {out}" + ("" if bias is None else f", bias {bias}")
             return Refusal(reasons.DTYPE_UNSUPPORTED, f"{matmul.node.name}: {product}")
     return None
 
 
-def _plain_fits(a: torch.dtype, b: torch.dtype, results: set[torch.dtype], gathers: bool) -> bool:
-    """True for operands and results of one dtype; and for int8 that is gathered, whose products are int32."""
-    of_int8 = gathers and a == torch.int8 and results == {torch.int32}
-    return a == b and (of_int8 or (a in PLAIN_DTYPES and results == {a}))
+def _fits(matmul: Matmul, a: torch.dtype, b: torch.dtype, results: set[torch.dtype], gathers: bool) -> bool:
+    """True for operands and results of one dtype; and for int8 that is gathered, whose products are int32.
 
-
-def _scaled_fits(matmul: Matmul, a: torch.dtype, b: torch.dtype, results: set[torch.dtype]) -> bool:
-    """True for fp8 operands, of either kind; for int8; and for other products that are scaled after they are made."""
+    With scales, for fp8 operands, of either kind; for int8; and for other products that are scaled after they are made.
+    """
+    if matmul.scaled is None:
+        of_int8 = gathers and a == torch.int8 and results == {torch.int32}
+        return a == b and (of_int8 or (a in PLAIN_DTYPES and results == {a}))
     after = a == b and (a == torch.int8 or (bool(matmul.epilogue) and a in SCALED_OUT_DTYPES))
     return results <= {*SCALED_OUT_DTYPES} and ({a, b} <= {*FP8_DTYPES} or after)
 
