@@ -46,7 +46,7 @@ class Context:
 
     Attributes:
         segments: Number of in-place operations before each node.
-        unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
+        unused: Collectives whose result nothing uses, where they can go (`plan.unused_collectives`).
         tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`), as far as candidates have told;
             others move parameters and their gradients.
         with_weights: Names of groups that gather a parameter for certain: as a matmul's right operand.

@@ -26,8 +26,8 @@ from asynctp_passes.ir.order import communications, record_order
 from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.matching.chains import Decision, ScatterChain, fused_chains
 from asynctp_passes.planning import cost_model
-from asynctp_passes.planning.decide import decide_graph
 from asynctp_passes.planning.deviations import communicated
+from asynctp_passes.planning.plan import decide_graph
 from asynctp_passes.ranks.undo import UndoOnError
 from asynctp_passes.remat.expressible import repeatable_uses
 from asynctp_passes.reporting.report import Report

@@ -22,8 +22,7 @@ from asynctp_passes.rewriting.emit_alone import (
     emit_own_parts,
     options_of,
 )
-from asynctp_passes.rewriting.emit_gather import emit_gather
-from asynctp_passes.rewriting.emit_on_shard import nodes_after_kept_gather
+from asynctp_passes.rewriting.emit_gather import emit_gather, nodes_after_kept_gather
 from asynctp_passes.rewriting.emit_reduction import emit_reduction
 from asynctp_passes.rewriting.ordering import Moves, keep_order, schedule
 from asynctp_passes.rewriting.store_scales import scales_to_store, store

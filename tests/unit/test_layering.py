@@ -71,7 +71,7 @@ PRIVATE_TORCH = {
     # An op namespace, which torch.ops spells with an underscore.
     "ops/plain_collectives": {"torch.ops._c10d_functional"},
     "rewriting/emit_alone": {"torch.ops._c10d_functional"},
-    "rewriting/emit_on_shard": {"torch.ops._c10d_functional"},
+    "rewriting/emit_gather": {"torch.ops._c10d_functional"},
     "rewriting/ordering": {"torch.ops._c10d_functional"},
     "tools/bench": {"torch.ops._c10d_functional"},
     "ops/collectives": {"torch.ops._c10d_functional"},

@@ -28,7 +28,7 @@ prims = torch.ops.prims
 
 NAMERS = {"ir/op_traits", "ir/registry"}
 """Modules that list ops by name."""
-_REWRITING = ("builder", "emit_alone", "emit_gather", "emit_on_shard", "emit_reduction")
+_REWRITING = ("builder", "emit_alone", "emit_gather", "emit_reduction")
 WRITERS = {
     "torch_private/inductor_order",
     "torch_private/torch_ops",
