@@ -12,7 +12,7 @@ residual, is added to the one result.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -52,7 +52,11 @@ def summed(context: MatchContext, candidates: Mapping[fx.Node, Candidate]) -> di
     early = {node: one for node, one in others.items() if one is not None}
     places = sorted(map(context.order.__getitem__, chains))
     found: dict[fx.Node, Candidate] = {}
-    for reductions in _by_kind(context, candidates, early):
+    kinds: dict[object, list[fx.Node]] = {}
+    for node, candidate in candidates.items():
+        kinds.setdefault(_kind(context, candidate, early.get(node)), []).append(node)
+    kinds.pop(None, None)  # those that are left alone
+    for reductions in kinds.values():
         if len(reductions) == 1 or chains.keys().isdisjoint(reductions):
             continue
         entries = {early[node].total if node in early else node: node for node in reductions}
@@ -92,17 +96,6 @@ def _sum_candidate(
     after = (inside | early) - own.keys()
     nodes = context.sorted([*(node for each in own.values() for node in each), *after])
     return replace(last, chain=replace(chain, after=context.sorted(after)), nodes=nodes)
-
-
-def _by_kind(
-    context: MatchContext, candidates: Mapping[fx.Node, Candidate], early: Mapping[fx.Node, EarlySum]
-) -> Collection[list[fx.Node]]:
-    """The reductions that may be members of one sum, together."""
-    kinds: dict[object, list[fx.Node]] = {}
-    for node, candidate in candidates.items():
-        if (kind := _kind(context, candidate, early.get(node))) is not None:
-            kinds.setdefault(kind, []).append(node)
-    return kinds.values()
 
 
 def _kind(context: MatchContext, candidate: Candidate, early: EarlySum | None) -> object:

@@ -186,11 +186,7 @@ class _Search:
                 yield node
 
     def of(self, gather: Collective) -> Rematerialization | None:
-        """How a gather is made again; None where the backward needs nothing of it.
-
-        Raises:
-            _CannotBe: It is not made again, for this reason.
-        """
+        """How a gather is made again; None where the backward needs nothing of it. Raises `_CannotBe` with a reason."""
         whole, saved = _bytes(gather.node), self._values[gather.node]
         if not saved:
             return None
@@ -222,11 +218,7 @@ class _Search:
         return Rematerialization(gather, tuple(values), tuple(sorted(copies)), kept, first, len(earlier), text)
 
     def _shard_to_save(self, gather: Collective) -> fx.Node | None:
-        """The shard, where it has to be saved; None where it can be expressed.
-
-        Raises:
-            _CannotBe: It may not be saved.
-        """
+        """The shard, where it has to be saved; None where it can be expressed. Raises `_CannotBe` if it may not be."""
         shard = gather.source
         try:
             self._expressed(shard, (), self._leaves)
@@ -257,15 +249,9 @@ class _Search:
         return {symbol for number in numbers for symbol in symbolic_sizes.free_symbols(number)}
 
     def _expressed(self, value: fx.Node, own: Collection[fx.Node], leaves: Container[fx.Node]) -> set[fx.Node]:
-        """The nodes that compute a value again.
+        """The nodes that compute a value of the forward again, from `leaves` and the gather's own nodes.
 
-        Args:
-            value: Of the forward.
-            own: The nodes of the gather that is made again.
-            leaves: What the backward has.
-
-        Raises:
-            _CannotBe: One of them cannot be computed.
+        Raises `_CannotBe` where one of them cannot be computed.
         """
         found: set[fx.Node] = set()
         stack = [value]

@@ -232,7 +232,7 @@ def _placement_as_sent(chain: GatherChain) -> GatherPlacement:
     return chain.placement if chain.hoist is not None else chain.placement.as_sent
 
 
-# --- on the shard: what the program computes of the gathered tensor, and gathers of what is small of that --------------
+# --- on the shard: what the program computes of the gathered tensor, and gathers of what is small of that -------------
 def parts_on_shard(build: Builder, chain: GatherChain) -> dict[fx.Node, fx.Node]:
     """This rank's parts of the gathered tensors and of what the hoisted ops compute from them, by the whole tensors."""
     parts = {gather.node: build.now(gather.source) for gather in chain.collectives}
