@@ -327,15 +327,8 @@ def shares_memory(node: fx.Node) -> bool:
 
 
 def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes and every view of them, used or not."""
-    found = dict.fromkeys(nodes)
-    stack = list(found)
-    while stack:
-        for user in stack.pop().users:
-            if user not in found and is_view(user):
-                found[user] = None
-                stack.append(user)
-    return list(found)
+    """The nodes and every view of them, used or not, in graph order."""
+    return sorted(reachable(nodes, lambda node: filter(is_view, node.users)))
 
 
 # --- one function per kind of view -----------------------------------------------------------------------

@@ -4,7 +4,7 @@ Each is proven or chosen by one function, and becomes nodes by another:
 
     value            is proven or chosen by              becomes nodes by
     GatherChain      match_gather.match_gather           emit_gather.emit_gather
-      its matmuls    placed_matmuls.placed_matmuls       emit_gather.emit_gather
+      its matmuls    hoist.placed_matmuls                emit_gather.emit_gather
       Hoist          hoist.chains_of                     emit_gather.parts_on_shard
       SideGather     hoist.chains_of                     emit_gather.start_side_gathers
       Cut            cut_rows.find_cuts                  emit_gather.emit_gather

@@ -356,7 +356,7 @@ def _not_pure(node: fx.Node) -> Refusal | None:
 def _by_elements(region: ShardRegion, node: fx.Node) -> _Found:
     """Each element comes from elements of one rank, and from values that are the same for all rows of all ranks."""
     places = [region.place_of(operand) for operand in node.all_input_nodes if operand in region.members]
-    if not all(_same_place(place, places[0]) for place in places):
+    if not all(same_sizes(place, places[0]) for place in places):
         return Refusal(reasons.MIXES_RANKS, "its operands have the ranks in different places")
     others = (operand for operand in node.all_input_nodes if operand not in region.members)
     refused = next((refusal for other in others if (refusal := _other_operand(region, other, places[0][0]))), None)
@@ -394,7 +394,7 @@ def _by_rows(region: ShardRegion, node: fx.Node) -> _Found:
     rows, *others = (region.context.sizes.of(value_of(one))[:-1] for one in (node, *members))
     if not all(same_sizes(sizes, rows) for sizes in others):
         return Refusal(reasons.COMPUTED_BETWEEN, "its result has other rows than what it is computed from")
-    if places[0][0] == -1 or not all(_same_place(place, places[0]) for place in places):
+    if places[0][0] == -1 or not all(same_sizes(place, places[0]) for place in places):
         return Refusal(reasons.MIXES_RANKS, "a row has parts of several ranks")
     shared = (operand for operand in node.all_input_nodes if operand not in region.members)
     refused = next((refusal for one in shared if (refusal := _shared_operand(region, one)) is not None), None)
@@ -491,10 +491,6 @@ def _not_on_a_part(region: ShardRegion, node: fx.Node, dim: int) -> Refusal | No
     if made.dtype == wanted.dtype and same_sizes(made.shape, wanted.shape):
         return None
     return Refusal(reasons.COMPUTED_BETWEEN, f"of a rank's rows its fake implementation makes {list(made.shape)}")
-
-
-def _same_place(a: _Place, b: _Place) -> bool:
-    return a[0] == b[0] and same(a[1], b[1]) and same(a[2], b[2])
 
 
 def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:

@@ -63,8 +63,11 @@ def decide_graph(graph: fx.Graph, config: Config, answers: Answers | None = None
         opaque=[node for node in communications(graph.nodes) if is_opaque(node)],
     )
     context = dataclasses.replace(context, unused=_dropped_everywhere(collectives, context))
-    candidates = find(graph, collectives, context.sizes, lambda candidate: allowed(candidate, context))
-    return decide(candidates, context), context
+
+    def allowed(candidate: Candidate) -> bool:
+        return candidate.chain is not None and _verdict(candidate, context) is None
+
+    return decide(find(graph, collectives, sizes, allowed), context), context
 
 
 def unused_collectives(graph: fx.Graph, collectives: Sequence[Collective], config: Config) -> frozenset[fx.Node]:
@@ -105,11 +108,6 @@ def _dropped_everywhere(collectives: Sequence[Collective], context: Context) -> 
             groups.setdefault(one.group_key, []).append(one)
     gone = (found for group, found in groups.items() if not context.refused(group, context.words.of_dropped(found)))
     return frozenset(one.node for found in gone for one in found)
-
-
-def allowed(candidate: Candidate, context: Context) -> bool:
-    """True when a candidate with a chain passes every check."""
-    return candidate.chain is not None and _verdict(candidate, context) is None
 
 
 def decide(candidates: Sequence[Candidate], context: Context) -> list[Decision]:

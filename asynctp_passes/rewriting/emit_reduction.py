@@ -37,12 +37,7 @@ def emit_reduction(build: Builder, chain: ScatterChain) -> fx.Node:
 
 def _emit_scatter(build: Builder, chain: ScatterChain, place: ScatterPlacement) -> fx.Node:
     scatter = chain.collective
-    if chain.sent.is_reshape:
-        a_parts = [
-            _product_rows(build, chain, place, _padded(build, chain, build.now(matmul.a))) for matmul in chain.matmuls
-        ]
-    else:
-        a_parts = [_rows_as_sent(build, chain, build.now(matmul.a)) for matmul in chain.matmuls]
+    a_parts = [_product_rows(build, chain, place, build.now(matmul.a)) for matmul in chain.matmuls]
     scatter_dim = value_of(a_parts[0]).dim() - (1 if place.axis == "columns" else 2)
     op = _call_reduction(build, chain, a_parts, scatter_dim)
     shape = build.shape(scatter.node) if chain.own_part is None else chain.own_part.shape
@@ -121,6 +116,9 @@ def _call_reduction(build: Builder, chain: ScatterChain, a_parts: list[fx.Node],
 
 def _product_rows(build: Builder, chain: ScatterChain, place: ScatterPlacement, a: fx.Node) -> fx.Node:
     """A left operand [M, K] with its rows as [outer, ranks * inner], so that the scatter dim is one of its own."""
+    if not chain.sent.is_reshape:
+        return _rows_as_sent(build, chain, a)
+    a = _padded(build, chain, a)
     if place.axis == "columns" or same(place.outer, 1):
         return _as_rows(build, a)
     return build.reshape(a, (place.outer, place.inner * chain.collective.group_size, build.shape(a)[-1]))
