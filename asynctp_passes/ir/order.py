@@ -15,6 +15,7 @@ from torch import fx
 
 from asynctp_passes.ir.local_ops import RUNNERS
 from asynctp_passes.ir.nodes import arguments, called_op, carried, is_size, name_of, op_name, ops_run_by, subgraphs_of
+from asynctp_passes.ir.records import Question
 from asynctp_passes.ir.registry import collective_op, promise_of, surely_communicates
 from asynctp_passes.torch_private import process_groups, torch_ops
 
@@ -149,3 +150,29 @@ def latest_communication(graph: fx.Graph, items: Container[fx.Node], *, surely: 
         above = (found[source] for source in ([] if is_size(node) else node.all_input_nodes))
         found[node] = place if node in items or starts(node) else max(above, default=-1)
     return found
+
+
+# --- notes by which the joint graph of a forward and its backward, and its halves, are one --------------------------
+CANDIDATE = "asynctp_candidate"
+"""On a gather of the forward that is worth being made again: its place among those of its group."""
+
+REMATERIALIZED = "asynctp_rematerialized"
+"""On a gather of a backward that was one of the forward: the bytes gathered, 0 where symbolic."""
+
+_JOINT = "asynctp_joint"
+
+
+def note_joint(graph: fx.Graph, asked: Mapping[str, Question]) -> None:
+    """Note, in all that communicates in a graph, what the ranks of each group were asked about it, with the answers."""
+    for node in communications(graph.nodes) if asked else ():
+        before: Mapping[str, tuple[Question, ...]] = node.meta.get(_JOINT, {})
+        node.meta[_JOINT] = {**before, **{group: (*before.get(group, ()), one) for group, one in asked.items()}}
+
+
+def joint_questions(graph: fx.Graph) -> dict[str, tuple[Question, ...]]:
+    """Read what was noted of a graph, by group."""
+    found: dict[str, dict[Question, None]] = {}
+    for node in communications(graph.nodes):
+        for group, asked in node.meta.get(_JOINT, {}).items():
+            found.setdefault(group, {}).update(dict.fromkeys(asked))
+    return {group: tuple(sorted(asked, key=lambda one: one.phase)) for group, asked in found.items()}

@@ -12,10 +12,9 @@ from torch import fx
 from asynctp_passes import reasons
 from asynctp_passes.config import Config
 from asynctp_passes.ir.collectives import read_collectives, read_sizes
-from asynctp_passes.ir.marks import REMATERIALIZED, joint_questions
 from asynctp_passes.ir.nodes import has_side_effect, mutates, op_name, value_of
 from asynctp_passes.ir.operations import Collective
-from asynctp_passes.ir.order import communications, is_opaque
+from asynctp_passes.ir.order import REMATERIALIZED, communications, is_opaque, joint_questions
 from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of, reachable, segments, tangents_of
 from asynctp_passes.matching.chains import (

@@ -17,19 +17,17 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.config import Config
-from asynctp_passes.ir.marks import CANDIDATE, note_joint
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.memory import owners_of, program_memory
 from asynctp_passes.ir.nodes import mutates
 from asynctp_passes.ir.operations import Collective, nodes_of
-from asynctp_passes.ir.order import communications, record_order
+from asynctp_passes.ir.order import CANDIDATE, communications, note_joint, record_order
 from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.matching.chains import Decision, ScatterChain, fused_chains
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.deviations import communicated
 from asynctp_passes.planning.plan import decide_graph
 from asynctp_passes.ranks.undo import UndoOnError
-from asynctp_passes.remat.expressible import repeatable_uses
+from asynctp_passes.remat.expressible import owners_of, program_memory, repeatable_uses
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.rewriting import toposort
 from asynctp_passes.torch_private import partitioner

@@ -9,9 +9,8 @@ from torch import fx
 
 from asynctp_passes.config import Config
 from asynctp_passes.ir.collectives import read_collectives
-from asynctp_passes.ir.marks import CANDIDATE, REMATERIALIZED, note_joint
 from asynctp_passes.ir.nodes import has_side_effect, is_number, tensor_of
-from asynctp_passes.ir.order import communications, recorded_place
+from asynctp_passes.ir.order import CANDIDATE, REMATERIALIZED, communications, note_joint, recorded_place
 from asynctp_passes.ir.traversal import tangents_of
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.deviations import communicated

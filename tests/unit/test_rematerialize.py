@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from asynctp_passes import Config, StrictError
 from asynctp_passes.config import Rematerialize
-from asynctp_passes.ir.marks import REMATERIALIZED, joint_questions
+from asynctp_passes.ir.order import REMATERIALIZED, joint_questions
 from asynctp_passes.ir.records import Answer, Question
 from asynctp_passes.ranks import undo
 from asynctp_passes.remat import partition
