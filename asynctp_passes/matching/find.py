@@ -214,7 +214,7 @@ def _others_above(hoist: Hoist, step: Step) -> list[fx.Node]:
 
 # --- other collectives -----------------------------------------------------------------------------------------
 def _other_refusal(context: MatchContext, collective: Collective) -> Refusal:
-    """What is said of collectives of other kinds, and of those that cannot be read."""
+    """Why a collective of another kind, or one that cannot be read, has no chain."""
     name = called_name(collective.node)
     if collective.is_unused:
         return Refusal(reasons.RESULT_UNUSED, f"{describe(collective.input)} of {name}")
