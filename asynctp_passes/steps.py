@@ -7,15 +7,14 @@ from torch import fx
 from asynctp_passes.config import Config
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.ops import call_sites
-from asynctp_passes.planning.plan import planned, questions_of, with_accords, without_refused
+from asynctp_passes.planning.plan import planned, questions_of, without_refused
 from asynctp_passes.ranks.undo import UndoOnError
 from asynctp_passes.reporting.build import report_of, with_calls
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import raise_if_strict
 from asynctp_passes.rewriting.ordering import put_in_program_order
 from asynctp_passes.rewriting.rewrite import rewrite
-from asynctp_passes.rewriting.stream_order import name_last_only
-from asynctp_passes.rewriting.ungroup import ungroup
+from asynctp_passes.rewriting.ungroup import name_last_only, ungroup
 
 
 def run(graph: fx.Graph, config: Config) -> Report:
@@ -33,7 +32,7 @@ def _fuse(graph: fx.Graph, config: Config, attempt: UndoOnError) -> Report:
     wanted = planned(graph, config)  # finds the chains, and decides
     questions = questions_of(wanted)
     answers = attempt.ask(questions)
-    plan = with_accords(without_refused(wanted, answers), answers)
+    plan = without_refused(wanted, answers)
     report = report_of(graph, plan, config, questions, answers)
     raise_if_strict(graph, report, config)
     calls = rewrite(graph, plan)

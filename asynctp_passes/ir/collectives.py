@@ -1,8 +1,6 @@
 """Read collectives off a graph: each op's arguments by name, once, as a frozen value.
 
-The meaning of an op's arguments is in `registry`; every spelling is read into the same vocabulary. An op of another
-library is a collective if it is registered, or if its schema or its arguments have a process group. Its name tells
-nothing.
+An op of another library is a collective if it is registered, or if its schema or its arguments have a process group.
 """
 
 from __future__ import annotations
@@ -14,7 +12,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes.ir.nodes import arguments, called_name, called_op, first_tensor, items_of, op_name, tensor_of
+from asynctp_passes.ir.nodes import (
+    arguments,
+    called_name,
+    called_op,
+    carried,
+    first_tensor,
+    items_of,
+    op_name,
+    tensor_of,
+)
 from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.registry import (
     CollectiveKind,
@@ -25,12 +32,10 @@ from asynctp_passes.ir.registry import (
     promise_of,
     surely_communicates,
 )
-from asynctp_passes.ir.sizes import Sizes, identical
+from asynctp_passes.ir.sizes import Sizes, same_sizes
 from asynctp_passes.torch_private import process_groups, symbolic_sizes
 
 WAIT = "_c10d_functional.wait_tensor.default"
-_WAIT_FOR_LIST = "_c10d_functional.wait_tensors.default"
-"""From torch 2.15 on, the results of a collective of several tensors are waited for together."""
 _OWN = ("_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.reduce_scatter_tensor.default")
 _CHECKED = {
     "_c10d_functional.reduce_scatter_tensor.default",
@@ -65,14 +70,11 @@ def _is_collective(node: fx.Node) -> bool:
     name = called_name(node)
     if name.startswith("asynctp.") or called_op(node) is None or promise_of(name) is not None:
         return False
-    known = surely_communicates(name) or kind_of_other(name) != "other"
-    return known or any(map(_is_group, arguments(node).items()))
-
-
-def _is_group(argument: tuple[str, Any]) -> bool:
-    """True for a process group, for the name of one, and for a text that the schema calls so, as torch's own do."""
-    name, value = argument
-    return process_groups.is_process_group(value) or (isinstance(value, str) and name in ("group", "group_name"))
+    if surely_communicates(name) or kind_of_other(name) != "other":
+        return True
+    groups = ("group", "group_name")  # torch's own schemas call a text so
+    told = ((value, isinstance(value, str) and key in groups) for key, value in arguments(node).items())
+    return any(is_group or process_groups.is_process_group(value) for value, is_group in told)
 
 
 def _members(call: fx.Node, op: CollectiveOp) -> list[Collective | None]:
@@ -112,9 +114,7 @@ def sent_kind(collective: Collective) -> CollectiveKind:
     return collective.kind if op is None else op.kind
 
 
-def _item(
-    call: fx.Node, op: CollectiveOp, values: dict[str, Any], tensor: Any, item: fx.Node | None
-) -> Collective | None:
+def _item(call: fx.Node, op: CollectiveOp, values: dict[str, Any], tensor: Any, item: Any) -> Collective | None:
     """The collective of one tensor of several."""
     member = _member(item or call, op, values, tensor, call)
     return member if item is not None or member is None else replace(member, kind="other")
@@ -136,18 +136,19 @@ def _member(
     if not _keeps_promise(op, tensor_of(tensor), value):
         return None
     group = dict(op.groups).get(group, group) if isinstance(group, str) else group
+    known = carried(group)
     return Collective(
         node=node,
         kind=op.kind,
         input=tensor,
         waits=tuple(_waits(node)),
         group=group,
-        group_key=_group_key(group),
-        group_size=_group_size(group) if size is None else size,
+        group_key=process_groups.group_name_of(known) or (f"%{group.name}" if isinstance(group, fx.Node) else ""),
+        group_size=process_groups.size_of_group(known) if size is None else size,
         reduce_op=values.get(op.reduce_op, op.reduce_op),
         dim=dim % value.dim() if dim and value is not None else 0,
         call=call,
-        mesh_dim=process_groups.mesh_dimension_of(group.meta.get("val") if isinstance(group, fx.Node) else group),
+        mesh_dim=process_groups.mesh_dimension_of(known),
     )
 
 
@@ -165,13 +166,12 @@ def _keeps_promise(op: CollectiveOp, before: torch.Tensor | None, after: torch.T
     """False for a result of another dtype, and for an all-reduce's of another shape; lengths are looked at later."""
     if before is None or after is None:
         return True
-    alike = before.dim() == after.dim() and all(map(identical, before.shape, after.shape))
-    return before.dtype == after.dtype and (op.kind != "all_reduce" or alike)
+    return before.dtype == after.dtype and (op.kind != "all_reduce" or same_sizes(before.shape, after.shape))
 
 
 def waits_for_several(node: fx.Node) -> bool:
-    """True for the wait for a list of tensors."""
-    return op_name(node) == _WAIT_FOR_LIST
+    """True for the wait for a list of tensors: from torch 2.15 on those of one collective are waited for together."""
+    return op_name(node) == "_c10d_functional.wait_tensors.default"
 
 
 def awaited_item(node: fx.Node) -> fx.Node | None:
@@ -194,16 +194,4 @@ def _waits(node: fx.Node) -> Iterator[fx.Node]:
 
 def rank_of(collective: Collective) -> int | None:
     """This process's rank in a collective's group; None where there is no such group, or it is not in it."""
-    group = collective.group
-    return process_groups.rank_in_group(group.meta.get("val") if isinstance(group, fx.Node) else group)
-
-
-def _group_key(group: Any) -> str:
-    if isinstance(group, fx.Node):
-        return process_groups.group_name_of(group.meta.get("val")) or f"%{group.name}"
-    return process_groups.group_name_of(group)
-
-
-def _group_size(group: Any) -> int:
-    """Ranks of a group that exists; 0 for another one."""
-    return process_groups.size_of_group(group.meta.get("val") if isinstance(group, fx.Node) else group)
+    return process_groups.rank_in_group(carried(collective.group))

@@ -3,8 +3,7 @@
     all_gather -> views -> result of the graph          input of the graph -> views -> left operand of a matmul
     matmul     -> views -> result of the graph          input of the graph -> views -> reduce_scatter, all_reduce
 
-Where a tensor of the left column is one of the right column in another graph, a chain lies in two graphs. A matmul
-that looks like a weight's gradient is left out: what reduces it in another graph is data parallelism.
+A matmul that looks like a weight's gradient is left out: what reduces it in another graph is data parallelism.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ from asynctp_passes.torch_private import partitioner
 
 
 def crossings_of(graph: fx.Graph, unfused: Iterable[Collective]) -> tuple[Crossing, ...]:
-    """The crossings of a graph that torch.compile made.
-
-    Args:
-        graph: The graph, as it was before it was rewritten.
-        unfused: Its collectives that are in scope and stay as they are.
-    """
+    """The crossings of a graph before it is rewritten; `unfused` has its collectives that are in scope and stay."""
     found, collectives = list[Crossing](), list(unfused)
     matmuls = [node for node in graph.nodes if is_matmul(node)]
     makers = [node for node in matmuls if not contracts_rows(node)]

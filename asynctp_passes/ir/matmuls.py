@@ -1,8 +1,6 @@
 """Read matmuls off a graph: each op's arguments by name, once, as a frozen value.
 
-The meaning of an op's arguments is in `registry`; every spelling is read into the same vocabulary. An op of another
-library counts as a matmul if its shapes are those of one, and so does a Triton kernel that the program calls. Its name
-tells nothing.
+An op of another library counts as a matmul if its shapes are those of one, and so does a program's Triton kernel.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from asynctp_passes.ir.nodes import (
     items_of,
     nodes_in,
     op_name,
+    order_of,
     short_name,
     tensor_of,
     traits_of,
@@ -35,7 +34,7 @@ from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.operations import Matmul
 from asynctp_passes.ir.registry import ADDMM, MATMUL_ROLES, MatmulOp, can_promise, matmul_op, multiplies, promise_of
 from asynctp_passes.ir.scales import read_scales
-from asynctp_passes.ir.sizes import Size, are_one, as_size, differ, identical, product, same
+from asynctp_passes.ir.sizes import Size, are_one, as_size, differ, identical, product, same, same_sizes
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import fx_graphs, symbolic_sizes, torch_ops, triton_kernels
 
@@ -120,15 +119,11 @@ def _results(node: fx.Node) -> Iterator[tuple[torch.Tensor, list[fx.Node]]]:
 
 def _is_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> bool:
     """True where sizes are those of a matmul; not for two inputs of one shape, as of a sum."""
-    if left.dim() != out.dim() or right.dim() != 2 or _has_sizes(right, left):
+    if left.dim() != out.dim() or right.dim() != 2 or same_sizes(right.shape, left.shape):
         return False
     sizes = (left.shape[-1], out.shape[-1])
-    fits = any(all(map(identical, right.shape, order)) for order in (sizes, sizes[::-1]))
-    return fits and all(map(identical, left.shape[:-1], out.shape[:-1]))
-
-
-def _has_sizes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dim() == b.dim() and all(map(identical, a.shape, b.shape))
+    fits = any(same_sizes(right.shape, order) for order in (sizes, sizes[::-1]))
+    return fits and same_sizes(left.shape[:-1], out.shape[:-1])
 
 
 def operands_that_are(matmul: fx.Node, nodes: Container[fx.Node]) -> set[str]:
@@ -167,16 +162,19 @@ def read_matmul(node: fx.Node) -> Matmul | Refusal:
     values, result = arguments(node), _result(node, op)
     if isinstance(result, Refusal):
         return result
-    if triton_kernels.called_by(node) is not None and (more := _computes_more(op, values)):
-        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name} {more}")
     a, right, out = tensor_of(values.get(op.a)), tensor_of(values.get(op.b)), tensor_of(result)
     if a is None or right is None or out is None:
         return Refusal(reasons.SHAPE_UNKNOWN, node.name)
-    if triton_kernels.called_by(node) is not None and (other := _passes_other(node, op, a, out)):
+    is_kernel = triton_kernels.called_by(node) is not None
+    if is_kernel and (other := _computes_more(op, values) or _passes_other(node, op, a, out)):
         return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name} {other}")
     b, b_transposed = _one_matrix(values[op.b], op.b_transposed)
-    if b is None or a.dim() < 2 or not same(rows_of(a), rows_of(out)) or not _fit(a, right, out, op.b_transposed):
-        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, f"{name} {node.name}: {list(a.shape)} @ {list(right.shape)}")
+    facts = f"{name} {node.name}: {list(a.shape)} @ {list(right.shape)}"
+    if b is None or a.dim() < 2 or not same(rows_of(a), rows_of(out)):
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
+    depth, columns = reversed(right.shape[-2:]) if op.b_transposed else right.shape[-2:]
+    if differ(a.shape[-1], depth) or differ(out.shape[-1], columns):  # than the op was described to have
+        return Refusal(reasons.MATMUL_NOT_UNDERSTOOD, facts)
     bias = values.get(op.bias) if op.bias is not None else None
     problem = _added(node, values, bias, out)
     scaled = read_scales(node, op, values, a, right, out)
@@ -328,31 +326,17 @@ def _one_matrix(node: fx.Node, transposed: bool) -> tuple[fx.Node | None, bool]:
             break
         traits = traits_of(node)
         if traits.view in (View.EXPAND, View.RESHAPE):  # may repeat or regroup the matrices of a batch
-            if not all(identical(x, y) for x, y in zip(source.shape[-2:], value.shape[-2:], strict=True)):
+            if not same_sizes(source.shape[-2:], value.shape[-2:]):
                 break
-        elif _swaps_last_two(node, value.dim()):
+        elif traits.view is View.PERMUTE:
+            *batch, rows, columns = range(value.dim())
+            if order_of(node, value.dim()) != [*batch, columns, rows]:
+                break
             transposed = not transposed
         elif traits.view is not View.SAME or traits.copies:
             break
         node = node.args[0]  # type: ignore[assignment]
     return None, transposed
-
-
-def _swaps_last_two(node: fx.Node, rank: int) -> bool:
-    view = traits_of(node).view
-    if view is View.PERMUTE:
-        order = [axis % rank for axis in arguments(node)["dims"]]
-        return order == [*range(rank - 2), rank - 1, rank - 2]
-    if view is View.TRANSPOSE:
-        values = arguments(node)
-        return {values["dim0"] % rank, values["dim1"] % rank} == {rank - 2, rank - 1}
-    return False
-
-
-def _fit(a: torch.Tensor, right: torch.Tensor, out: torch.Tensor, b_transposed: bool) -> bool:
-    """False where a registered matmul, as it was described, would not make these columns of such sizes."""
-    depth, columns = reversed(right.shape[-2:]) if b_transposed else right.shape[-2:]
-    return not differ(a.shape[-1], depth) and not differ(out.shape[-1], columns)
 
 
 def rows_of(tensor: torch.Tensor) -> Size:
@@ -383,7 +367,7 @@ def added_matrix(node: fx.Node) -> fx.Node | None:
     added, out = tensor_of(values["self"]), tensor_of(node)
     if added is None or out is None or added.dim() != 2 or (values["alpha"], values["beta"]) != (1, 1):
         return None
-    whole = all(identical(a, b) for a, b in zip(added.shape, out.shape, strict=True)) and not _is_row(added, out)
+    whole = same_sizes(added.shape, out.shape) and not _is_row(added, out)
     return values["self"] if whole and added.dtype == out.dtype else None
 
 

@@ -102,6 +102,18 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return values
 
 
+def order_of(node: fx.Node, rank: int) -> list[int]:
+    """The order in which a permutation takes the dimensions of a tensor of this rank."""
+    values, order = arguments(node), list(range(rank))
+    if "dims" in values:
+        return [axis % rank for axis in values["dims"]]
+    if "dim0" not in values:  # the transposition of a matrix
+        return order[::-1]
+    first, second = values["dim0"] % rank, values["dim1"] % rank
+    order[first], order[second] = second, first
+    return order
+
+
 def first_tensor(node: fx.Node) -> fx.Node | None:
     return next((argument for argument in node.all_input_nodes if tensor_of(argument) is not None), None)
 
@@ -133,6 +145,11 @@ def tensor_of(node: object) -> torch.Tensor | None:
         return None
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
+
+
+def carried(argument: Any) -> Any:
+    """The value that a node carries, if it does; what is no node itself."""
+    return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 
 def values_of(node: fx.Node) -> list[torch.Tensor]:
@@ -169,6 +186,11 @@ def subgraphs_of(node: fx.Node) -> list[fx.Graph]:
     return [module.graph for module in modules if isinstance(module, fx.GraphModule)]
 
 
+def ops_run_by(node: fx.Node) -> list[Any]:
+    """The op that a node calls; of a higher-order op those among its arguments, as of `run_and_save_rng_state`."""
+    return [node.target] if torch_ops.is_op(node.target) else list(filter(torch_ops.is_op, node.args))
+
+
 def _does_inside(node: fx.Node, does: Callable[[fx.Node], bool]) -> bool:
     """True for a higher-order op that runs a node for which `does` holds."""
     inner = (step for graph in subgraphs_of(node) for step in graph.nodes)
@@ -177,10 +199,7 @@ def _does_inside(node: fx.Node, does: Callable[[fx.Node], bool]) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """True for an op that draws random numbers, or runs one that does: its place among such ops counts."""
-    ops = (
-        (node.target,) if torch_ops.is_op(node.target) else node.args
-    )  # run_and_save_rng_state takes the op that it runs
-    drawn = any(torch_ops.is_op(op) and torch.Tag.nondeterministic_seeded in op.tags for op in ops)
+    drawn = any(torch.Tag.nondeterministic_seeded in op.tags for op in ops_run_by(node))
     return drawn or _does_inside(node, is_random)
 
 

@@ -15,12 +15,9 @@ class View(enum.Enum):
 
     SAME = enum.auto()  # every element stays in its place, in the same memory or in a copy
     RESHAPE = enum.auto()  # the same elements in row-major order, under other sizes
-    PERMUTE = enum.auto()
-    TRANSPOSE = enum.auto()  # two dimensions, which the call names
-    REVERSE_DIMS = enum.auto()  # the transposition of a matrix
+    PERMUTE = enum.auto()  # in the `nodes.order_of` dimensions
     EXPAND = enum.auto()
     SLICE = enum.auto()
-    NARROW = enum.auto()
     SELECT = enum.auto()
     SPLIT = enum.auto()  # into several tensors
     UNBIND = enum.auto()
@@ -39,11 +36,10 @@ class View(enum.Enum):
     OPAQUE = enum.auto()  # no index map describes it
 
 
-_REARRANGES = {View.SAME, View.RESHAPE, View.PERMUTE, View.TRANSPOSE, View.REVERSE_DIMS}
+_REARRANGES = {View.SAME, View.RESHAPE, View.PERMUTE}
 _KEEPS_VALUES = _REARRANGES | {View.EXPAND, View.CAT, View.STACK, View.CAST}
 _WHOLE = _KEEPS_VALUES | {View.BITCAST}
 _PIECES = {View.SPLIT, View.UNBIND, View.ITEM, View.AWAIT_LIST}
-_RANGES = {View.SLICE, View.NARROW}
 
 
 class Reduction(enum.Enum):
@@ -111,11 +107,6 @@ class OpTraits:
         return self.view in _WHOLE | _PIECES
 
     @property
-    def takes_range(self) -> bool:
-        """True for a view that takes a range of the indices of a dimension."""
-        return self.view in _RANGES
-
-    @property
     def takes_part(self) -> bool:
         """True for a view that takes some elements, or moves them: which ones may depend on the rank.
 
@@ -165,12 +156,12 @@ TRAITS: dict[str, OpTraits] = {
     "aten.squeeze.dim": _RESHAPE,
     "aten.squeeze.dims": _RESHAPE,
     "aten.permute.default": OpTraits(View.PERMUTE),
-    "aten.transpose.int": OpTraits(View.TRANSPOSE),
-    "aten.t.default": OpTraits(View.REVERSE_DIMS),
+    "aten.transpose.int": OpTraits(View.PERMUTE),
+    "aten.t.default": OpTraits(View.PERMUTE),
     "aten.expand.default": OpTraits(View.EXPAND),
     # parts of a tensor
     "aten.slice.Tensor": OpTraits(View.SLICE),
-    "aten.narrow.default": OpTraits(View.NARROW),
+    "aten.narrow.default": OpTraits(View.SLICE),
     "aten.select.int": OpTraits(View.SELECT),
     "aten.split.Tensor": OpTraits(View.SPLIT),
     "aten.split_with_sizes.default": OpTraits(View.SPLIT),

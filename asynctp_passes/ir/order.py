@@ -1,24 +1,21 @@
 """The order of communication: which nodes of a graph start to communicate, and that they keep their order. Pure.
 
-Ranks share the order in which they call collectives, and nothing else: what a rank computes beside them is its own.
-So each node that communicates stays after the one before it, whatever is done to the graph. A wait is no communication.
-
-An op of another library may communicate inside, and nothing tells: unless it is known or registered to be local, it is
-*opaque*, and a fixed point among what communicates. A fused op may come after a later collective if all ranks agree.
-It never comes after an opaque op that its collective comes before, or the other way round.
+Ranks share the order in which they call collectives, and nothing else. So each node that communicates stays after the
+one before it. An op of another library may communicate inside: unless it is known or registered to be local, it is
+*opaque*. No fused op passes one.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from torch import fx
 
 from asynctp_passes.ir.local_ops import RUNNERS
-from asynctp_passes.ir.nodes import arguments, called_op, is_size, name_of, op_name, subgraphs_of
+from asynctp_passes.ir.nodes import arguments, called_op, carried, is_size, name_of, op_name, ops_run_by, subgraphs_of
+from asynctp_passes.ir.records import Question
 from asynctp_passes.ir.registry import collective_op, promise_of, surely_communicates
 from asynctp_passes.torch_private import process_groups, torch_ops
 
@@ -57,17 +54,12 @@ def _talk_of(node: fx.Node) -> _Talk:
         return _Talk.NEVER
     if torch_ops.is_op(node.target):
         return _talk_of_op(name_of(node.target))
-    ops, graphs = _ops_run_by(node), subgraphs_of(node)
+    ops, graphs = ops_run_by(node), subgraphs_of(node)
     found = [_talk_of_op(name_of(op)) for op in ops]
     found += [_talk_of(step) for graph in graphs for step in graph.nodes]
     if not ops and not graphs and torch_ops.is_higher_order(node.target) and op_name(node) not in RUNNERS:
         found.append(_Talk.MAY)
     return max(found, default=_Talk.NEVER)
-
-
-def _ops_run_by(node: fx.Node) -> list[Any]:
-    """The op that a node calls; of a higher-order op those among its arguments."""
-    return [node.target] if torch_ops.is_op(node.target) else list(filter(torch_ops.is_op, node.args))
 
 
 def _talk_of_op(name: str) -> _Talk:
@@ -79,7 +71,7 @@ def _talk_of_op(name: str) -> _Talk:
 def opaque_ops(node: fx.Node) -> list[str]:
     """The names of the ops that make a node opaque, and those of other functions that nobody sees into."""
     inner = [name for graph in subgraphs_of(node) for step in graph.nodes for name in opaque_ops(step)]
-    own = [name for op in _ops_run_by(node) if _talk_of_op(name := name_of(op)) is _Talk.MAY]
+    own = [name for op in ops_run_by(node) if _talk_of_op(name := name_of(op)) is _Talk.MAY]
     return list(dict.fromkeys([*own, *inner])) or ([op_name(node)] if is_opaque(node) else [])
 
 
@@ -102,16 +94,11 @@ def _is_of_several(node: fx.Node) -> bool:
     if isinstance(size, int):
         return size != 1
     group = values.get(op.group if op is not None else "group_name", values.get("group"))
-    return process_groups.size_of_group(group.meta.get("val") if isinstance(group, fx.Node) else group) != 1
+    return process_groups.size_of_group(carried(group)) != 1
 
 
 def in_turn(starts: Sequence[fx.Node], inputs: Mapping[fx.Node, Sequence[fx.Node]]) -> dict[fx.Node, Sequence[fx.Node]]:
-    """The inputs of nodes, and for each of `starts` the one before it, too.
-
-    Args:
-        starts: What communicates, in order.
-        inputs: What nodes are computed from, where that is not `all_input_nodes`.
-    """
+    """The inputs of nodes, where these are not `all_input_nodes`, and for each of `starts` also the one before it."""
     found = dict(inputs)
     for before, node in pairwise(starts):
         found[node] = [*found.get(node, node.all_input_nodes), before]
@@ -151,9 +138,7 @@ def _is_recorded(node: fx.Node) -> bool:
     return _PLACE in node.meta
 
 
-def latest_communication(
-    graph: fx.Graph, items: Container[fx.Node] = (), *, surely: bool = False
-) -> dict[fx.Node, int]:
+def latest_communication(graph: fx.Graph, items: Container[fx.Node], *, surely: bool = False) -> dict[fx.Node, int]:
     """For each node the place in the graph of the last communication that its values depend on; -1 without any.
 
     Of several tensors that are communicated together each of the `items` counts as communicated where it stands. Opaque
@@ -162,11 +147,32 @@ def latest_communication(
     found: dict[fx.Node, int] = {}
     starts = surely_starts if surely else communicates
     for place, node in enumerate(graph.nodes):
-        above = (found[source] for source in _read(node))
+        above = (found[source] for source in ([] if is_size(node) else node.all_input_nodes))
         found[node] = place if node in items or starts(node) else max(above, default=-1)
     return found
 
 
-def _read(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes whose values a node reads."""
-    return iter(()) if is_size(node) else iter(node.all_input_nodes)
+# --- notes by which the joint graph of a forward and its backward, and its halves, are one --------------------------
+CANDIDATE = "asynctp_candidate"
+"""On a gather of the forward that is worth being made again: its place among those of its group."""
+
+REMATERIALIZED = "asynctp_rematerialized"
+"""On a gather of a backward that was one of the forward: the bytes gathered, 0 where symbolic."""
+
+_JOINT = "asynctp_joint"
+
+
+def note_joint(graph: fx.Graph, asked: Mapping[str, Question]) -> None:
+    """Note, in all that communicates in a graph, what the ranks of each group were asked about it, with the answers."""
+    for node in communications(graph.nodes) if asked else ():
+        before: Mapping[str, tuple[Question, ...]] = node.meta.get(_JOINT, {})
+        node.meta[_JOINT] = {**before, **{group: (*before.get(group, ()), one) for group, one in asked.items()}}
+
+
+def joint_questions(graph: fx.Graph) -> dict[str, tuple[Question, ...]]:
+    """Read what was noted of a graph, by group."""
+    found: dict[str, dict[Question, None]] = {}
+    for node in communications(graph.nodes):
+        for group, asked in node.meta.get(_JOINT, {}).items():
+            found.setdefault(group, {}).update(dict.fromkeys(asked))
+    return {group: tuple(sorted(asked, key=lambda one: one.phase)) for group, asked in found.items()}

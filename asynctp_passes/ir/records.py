@@ -68,9 +68,8 @@ class Question:
     def with_answer(self, answer: Answer) -> Question:
         """The question with its answer."""
         done = bool(self.deviations) and answer.agreed.issuperset(self.deviations)
-        return replace(
-            self, done=done, kept=tuple(text for text in (*self.keeps, *self.can_keep) if text in answer.agreed)
-        )
+        kept = tuple(text for text in (*self.keeps, *self.can_keep) if text in answer.agreed)
+        return replace(self, done=done, kept=kept)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
 """Facts about ops that schemas do not tell: of torch's own ops, of libraries', and of those that programs register.
 
-Of collectives and matmuls these are the roles of their arguments; of other ops, what is promised of them.
-
     register_collective(torch.ops.vllm.all_gather, kind="all_gather", input="x", dim="dim", size="world_size",
                         group="group_name")
 
-A descriptor names the arguments of an op's schema by their roles. It is all that the pass knows about an op, so it
-promises what the op computes; what it promises is written at the class. Names decide nothing: an op without a
-descriptor and without a promise may communicate.
+A descriptor names the arguments of an op's schema by their roles, and promises what the op computes. Names decide
+nothing: an op without a descriptor and without a promise may communicate.
 """
 
 from __future__ import annotations
@@ -39,8 +36,6 @@ _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 Promise = Literal["local", "rowwise"]
 """Promises of an op: what `register_local` and `register_rowwise` give."""
 
-_OWN_LOCAL = ("asynctp::wait",)
-
 
 class RegistryError(ValueError):
     """A descriptor does not fit its op; the message names the argument, what is wrong and what would be right."""
@@ -51,16 +46,8 @@ class CollectiveOp:
     """A collective op: which of its arguments is what.
 
     The op promises to be functional. An all-gather returns the ranks' tensors concatenated along `dim` in rank order,
-    a reduce-scatter this rank's block along `dim` of the reduction, an all-reduce the reduction.
-
-    Attributes:
-        kind: `"all_gather"`, `"reduce_scatter"` or `"all_reduce"`.
-        input: The argument that is the tensor (or the list of tensors, of which the op returns a list).
-        group: The argument that names the process group.
-        size: The argument that is the number of ranks, or that number; None for an all-reduce.
-        dim: The argument that is the dimension, or the dimension itself.
-        reduce_op: The argument that is the reduction, or the reduction itself (`"sum"`).
-        groups: Pairs of a name that the program uses for a group, and the name torch knows it by.
+    a reduce-scatter this rank's block along `dim` of the reduction, an all-reduce the reduction. The attributes are the
+    arguments of `register_collective`, `groups` in pairs.
     """
 
     kind: CollectiveKind
@@ -79,18 +66,8 @@ class MatmulOp:
     The op promises to compute `a[..., M, K] @ b[..., K, N] (+ bias[N])` in a fresh contiguous tensor, after
     multiplying `a` and `b` by their scales, if it has such: float32, one number each, or one a row of `a` and one a
     column of `b`. An op that writes its result into an argument (`out`) reads nothing of what was there. A Triton
-    kernel may add to that. It reads and writes by the sizes and strides that a call passes, and by no other number.
-
-    Attributes:
-        a, b: The operands.
-        bias: The bias, if the op takes one.
-        a_scale, b_scale: The scales of a quantized matmul.
-        out: The argument that receives the result of an op that returns none.
-        b_transposed: `b` is `[N, K]`.
-        sizes: The arguments of a Triton kernel that are M, N and K.
-        strides: Pairs of `"a"`, `"b"`, `"out"` or another tensor's role, and of the arguments that are the strides of
-            its dimensions; a number says that a stride is that. A tensor without a pair has to be contiguous.
-        constants: Pairs of a constant of a Triton kernel, and the value with which it computes that; `...` for any.
+    kernel may add to that. It reads and writes by the sizes and strides that a call passes, and by no other number. The
+    attributes are the arguments of `register_matmul`, `strides` and `constants` in pairs.
     """
 
     a: str
@@ -205,7 +182,7 @@ def can_promise(name: str) -> bool:
 
 @functools.cache
 def _is_known_local(name: str) -> bool:
-    return any(_fits(name, pattern) for pattern in (*TORCH, *LIBRARIES, *_OWN_LOCAL))
+    return any(_fits(name, pattern) for pattern in (*TORCH, *LIBRARIES, "asynctp::wait"))
 
 
 @functools.cache
@@ -288,16 +265,15 @@ def register_collective(
     found = _Schema(op)
     descriptor = CollectiveOp(kind, input, group, size, dim, reduce_op, _group_pairs(found, groups))
     found.require(kind in _KINDS, f"kind={kind!r} is not one of {', '.join(_KINDS)}")
-    found.require(not found.writes(), "it writes to its arguments; only functional collectives can be registered")
-    found.require(found.returns() == ["Tensor"], f"it returns {found.returns()}, and not one tensor")
+    found.require(not found.writes, "it writes to its arguments; only functional collectives can be registered")
+    found.require(found.returns == ["Tensor"], f"it returns {found.returns}, and not one tensor")
     found.argument("input", input, ("Tensor",))
     found.argument("group", group, ("str", "Any"))
     if kind == "all_reduce":
         found.require(size is None, "size has no meaning for an all-reduce; leave it out")
     else:
-        found.require(
-            size is not None, f"size must name the argument that is the number of ranks of an {kind}, or be it"
-        )
+        problem = f"size must name the argument that is the number of ranks of an {kind}, or be it"
+        found.require(size is not None, problem)
         if isinstance(size, str):
             found.argument("size", size, ("int", "SymInt"))
         else:
@@ -353,7 +329,7 @@ def register_matmul(
     Raises:
         RegistryError: The op has no such argument, or one of another type, or is torch's own.
     """
-    found = _Schema(op) if triton_kernels.compiled(op) is None else _KernelSchema(op, out)
+    found = _Schema(op, triton_kernels.compiled(op), out)
     told = tuple((role, tuple(names)) for role, names in dict(strides or ()).items())
     descriptor = MatmulOp(
         a, b, bias, a_scale, b_scale, out, b_transposed, tuple(sizes), told, tuple(dict(constants or {}).items())
@@ -365,11 +341,11 @@ def register_matmul(
             found.argument(role, name, ("Tensor", "Optional[Tensor]"))
     found.numbers(descriptor)
     if out is None:
-        found.require(not found.writes(), f"it writes to {found.writes()}; name the argument of the result with out=")
-        found.require(found.returns() == ["Tensor"], f"it returns {found.returns()}, and not one tensor")
+        found.require(not found.writes, f"it writes to {found.writes}; name the argument of the result with out=")
+        found.require(found.returns == ["Tensor"], f"it returns {found.returns}, and not one tensor")
     else:
-        found.require(found.writes() == [out], f"it writes to {found.writes()}, and not to {out!r} alone")
-        found.require(not found.returns(), f"it returns {found.returns()}; out= is for an op that returns nothing")
+        found.require(found.writes == [out], f"it writes to {found.writes}, and not to {out!r} alone")
+        found.require(not found.returns, f"it returns {found.returns}; out= is for an op that returns nothing")
     _registered_matmuls[found.new_name(_MATMULS)] = descriptor
     return descriptor
 
@@ -439,7 +415,7 @@ def _promise(op: Any, promise: Promise) -> None:
         problem = "the pass knows the ops of this namespace already; give an op of another one"
     elif any(str(one) in _registered_collectives for one in _overloads(op)):
         problem = "it is registered as a collective, which communicates; unregister it first"
-    elif promise == "rowwise" and any(_Schema(one).writes() for one in _overloads(op)):
+    elif promise == "rowwise" and any(_Schema(one).writes for one in _overloads(op)):
         problem = "it writes to its arguments; use register_local for it"
     if problem is not None:
         raise RegistryError(f"asynctp: {pattern} cannot be registered: {problem}")
@@ -472,81 +448,61 @@ def _pattern(op: Any) -> str:
 
 # --- checking a descriptor ------------------------------------------------------------------------------------
 class _Schema:
-    """An op's schema, and errors that name the op."""
+    """The arguments of an op with their types, or of a Triton kernel; what it writes and returns; errors that name it.
 
-    def __init__(self, op: Any) -> None:
+    Of a kernel the one argument that it writes to is given, as `out`.
+    """
+
+    def __init__(self, op: Any, kernel: Any = None, out: str | None = None) -> None:
+        self._all_arguments: Sequence[str] = ()  # of a kernel, constants too
+        if kernel is not None:
+            self.name, self._told = triton_kernels.key_of(kernel), _overload(triton_kernels.name_of(kernel))
+            self._types: dict[str, str | None] = dict.fromkeys(triton_kernels.arguments_of(kernel))
+            self._all_arguments = triton_kernels.arguments_of(kernel, constants=True)
+            self.writes, self.returns = [out], list[str]()
+            self.require(out is not None, "a Triton kernel returns nothing; name the argument of the result with out=")
+            return
         overloads: Callable[[], list[str]] | None = getattr(op, "overloads", None)
         if overloads is not None and len(overloads()) == 1:
             op = getattr(op, overloads()[0])
         elif overloads is not None:
             names = ", ".join(f"{op}.{name}" for name in overloads())
             raise RegistryError(f"asynctp: {op} cannot be registered: it has several overloads; give one of {names}")
-        self.name = str(op)
+        self.name = self._told = str(op)
         self.require(torch_ops.is_op(op), "it is not an op; give an overload such as torch.ops.vllm.all_gather.default")
-        self._schema = op._schema
-
-    def require(self, condition: bool, problem: str) -> None:
-        if not condition:
-            raise RegistryError(f"asynctp: {self.name} cannot be registered: {problem}")
-
-    def argument(self, role: str, name: str, types: tuple[str, ...]) -> None:
-        """Require an argument of this name whose type is one of `types`."""
-        found = {argument.name: str(argument.type) for argument in self._schema.arguments}
-        self.require(name in found, f"{role}={name!r} is no argument; it has {', '.join(found)}")
-        self.require(found[name] in types, f"{role}={name!r} is of type {found[name]}, and not {' or '.join(types)}")
-
-    def numbers(self, matmul: MatmulOp) -> None:
-        """Require that no sizes, strides or constants are described: these are a Triton kernel's."""
-        told = matmul.sizes or matmul.strides or matmul.constants
-        self.require(not told, "sizes, strides and constants are for a Triton kernel; an op knows those of its tensors")
-
-    def writes(self) -> list[str]:
-        """The arguments that the op writes to."""
-        return [arg.name for arg in self._schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
-
-    def returns(self) -> list[str]:
-        """The types of what the op returns."""
-        return [str(value.type) for value in self._schema.returns]
-
-    def new_name(self, own: Mapping[str, object]) -> str:
-        """The overload's name, which must not be one of torch's ops."""
-        self.require(self.name not in own, "the pass knows this op already")
-        return self.name
-
-
-class _KernelSchema(_Schema):
-    """The arguments of a Triton kernel, which have no types, and the one that it writes to."""
-
-    def __init__(self, kernel: Any, out: str | None) -> None:
-        found = triton_kernels.compiled(kernel)
-        self.name, self._out = triton_kernels.key_of(found), out
-        self._told, self._arguments = _overload(triton_kernels.name_of(found)), triton_kernels.arguments_of(found)
-        self._all_arguments = triton_kernels.arguments_of(found, constants=True)
-        self.require(out is not None, "a Triton kernel returns nothing; name the argument of the result with out=")
+        told = op._schema.arguments
+        self._types = {argument.name: str(argument.type) for argument in told}
+        self.writes = [one.name for one in told if one.alias_info is not None and one.alias_info.is_write]
+        self.returns = [str(value.type) for value in op._schema.returns]
 
     def require(self, condition: bool, problem: str) -> None:
         if not condition:
             raise RegistryError(f"asynctp: {self._told} cannot be registered: {problem}")
 
     def argument(self, role: str, name: str, types: tuple[str, ...]) -> None:
-        known = name in self._arguments
-        self.require(known, f"{role}={name!r} is none of its arguments: {', '.join(self._arguments)}")
+        """Require an argument of this name whose type is one of `types`, or not known."""
+        self.require(name in self._types, f"{role}={name!r} is no argument; it has {', '.join(self._types)}")
+        own = self._types[name]
+        self.require(own in (None, *types), f"{role}={name!r} is of type {own}, and not {' or '.join(types)}")
 
     def numbers(self, matmul: MatmulOp) -> None:
+        """Require that sizes, strides and constants, if described at all, are those of a Triton kernel."""
+        names = [*matmul.sizes, *(name for _, names in matmul.strides for name in names if isinstance(name, str))]
+        names += dict(matmul.constants)
+        is_kernel = bool(self._all_arguments)
+        of_op = "sizes, strides and constants are for a Triton kernel; an op knows those of its tensors"
+        self.require(is_kernel or not (names or matmul.strides), of_op)
         given = [role for role in MATMUL_ROLES if getattr(matmul, role) is not None]
         other = [role for role, _ in matmul.strides if role not in given]
         self.require(not other, f"strides has {other}, which are not among its tensors: {', '.join(given)}")
         self.require(len(matmul.sizes) in (0, 3), f"sizes={matmul.sizes} are not the names of M, N and K")
-        names = [*matmul.sizes, *(name for _, names in matmul.strides for name in names if isinstance(name, str))]
-        names += dict(matmul.constants)
         unknown = [name for name in names if name not in self._all_arguments]
         self.require(not unknown, f"{unknown} are none of its arguments: {', '.join(self._all_arguments)}")
 
-    def writes(self) -> list[str]:
-        return [self._out] if self._out is not None else []
-
-    def returns(self) -> list[str]:
-        return []
+    def new_name(self, own: Mapping[str, object]) -> str:
+        """The overload's name, which must not be one of torch's ops."""
+        self.require(self.name not in own, "the pass knows this op already")
+        return self.name
 
 
 def _group_pairs(found: _Schema, groups: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:

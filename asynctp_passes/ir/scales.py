@@ -12,7 +12,7 @@ from asynctp_passes import reasons
 from asynctp_passes.ir.nodes import called_name, tensor_of
 from asynctp_passes.ir.operations import Blocks, Matmul, ScaledOptions
 from asynctp_passes.ir.registry import SCALED_MM, MatmulOp
-from asynctp_passes.ir.sizes import identical
+from asynctp_passes.ir.sizes import are_one, identical, same_sizes
 from asynctp_passes.ops.recipes import BLOCK, IN_BLOCKS, Cover, Recipe, blocks_in, padded
 from asynctp_passes.reasons import Refusal
 from asynctp_passes.torch_private import fx_graphs
@@ -84,7 +84,8 @@ def _blocks(recipes: Iterable[Recipe], operands: tuple[torch.Tensor, ...], *, by
     if not isinstance(depth, int) or a.dim() != 2 or b.dim() != 2 or a_scale.dim() != 2 or b_scale.dim() != 2:
         return None
     along = blocks_in(depth)
-    if not by_name and _are_plain((rows, columns), a_scale, b_scale):
+    rowwise = ((a_scale, (rows, 1)), (b_scale, (1, columns)))
+    if not by_name and all(are_one(scale.shape) or same_sizes(scale.shape, shape) for scale, shape in rowwise):
         return None
     for recipe in recipes:
         if by_name:
@@ -97,16 +98,6 @@ def _blocks(recipes: Iterable[Recipe], operands: tuple[torch.Tensor, ...], *, by
             lines = recipe.a.lines, recipe.b.lines
             return Blocks(*lines, along, by_name and lines[0] > 1, by_name and lines[1] == 1)
     return None
-
-
-def _are_plain(sizes: tuple[Any, Any], a_scale: torch.Tensor, b_scale: torch.Tensor) -> bool:
-    """True for scales of `_scaled_mm` that are tensorwise or rowwise."""
-    wanted = ((a_scale, (sizes[0], 1)), (b_scale, (1, sizes[1])))
-    return all(_has_shape(scale, (1, 1)) or _has_shape(scale, shape) for scale, shape in wanted)
-
-
-def _has_shape(value: torch.Tensor, shape: tuple[Any, Any]) -> bool:
-    return all(identical(own, size) for own, size in zip(value.shape, shape, strict=True))
 
 
 def _shaped_fit(scale: torch.Tensor, cover: Cover, outer: Any, along: int) -> bool:
@@ -136,12 +127,9 @@ def _in_blocks(size: Any, lines: int = BLOCK) -> int | None:
 
 def _told(values: dict[str, Any]) -> str:
     """How `_scaled_mm_v2` is told to scale, for people: `RowWise x RowWise`."""
-    sides = (" and ".join(map(_scaling, values[f"recipe_{side}"])) for side in "ab")
+    names = dict(enumerate(_SCALINGS))
+    sides = (" and ".join(names.get(one, f"ScalingType({one})") for one in values[f"recipe_{side}"]) for side in "ab")
     swizzled = any((*values["swizzle_a"], *values["swizzle_b"]))
     contracted = tuple(axis % 2 for axis in values["contraction_dim"])
     odd = "" if contracted in ((), (1, 0)) else f", contracted over {values['contraction_dim']}"
     return " x ".join(sides) + (", swizzled" if swizzled else "") + odd
-
-
-def _scaling(value: int) -> str:
-    return _SCALINGS[value] if 0 <= value < len(_SCALINGS) else f"ScalingType({value})"

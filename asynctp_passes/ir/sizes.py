@@ -128,6 +128,11 @@ def identical(a: Any, b: Any) -> bool:
     return same(as_size(a), as_size(b))
 
 
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """True for as many sizes of either, integers, symbolic ones or expressions, that are provably the same."""
+    return len(a) == len(b) and all(same(as_size(one), as_size(other)) for one, other in zip(a, b, strict=True))
+
+
 def are_one(sizes: Iterable[Any]) -> bool:
     """True for sizes that are provably 1."""
     return all(identical(size, 1) for size in sizes)
@@ -147,15 +152,10 @@ def same_strides(a: fx.Node, b: fx.Node) -> bool:
 class Sizes:
     """Sizes of a graph's tensors as integers and sympy expressions in one canonical form.
 
-    A symbol `s` that the shape environment knows to be a multiple of the number of ranks is written as
-    `ranks * s'`, so that `(s + ranks - 1) // ranks`, the local size of a sharded dimension, becomes `s'`. This
-    uses what guards have established already and adds none.
-
-    Args:
-        graph: The graph.
-        ranks: Numbers of ranks of its groups.
-        divided: Sizes, each with a number that divides it wherever the graph runs to its end: a collective raises
-            otherwise (`collectives.read_sizes`).
+    A symbol `s` that the shape environment knows to be a multiple of the number of ranks of one of its groups is
+    written as `ranks * s'`, so that `(s + ranks - 1) // ranks`, the local size of a sharded dimension, becomes `s'`.
+    This uses what guards have established already and adds none. `divided` has sizes, each with a number that divides
+    it wherever the graph runs to its end: a collective raises otherwise (`collectives.read_sizes`).
     """
 
     def __init__(self, graph: fx.Graph, ranks: Iterable[int] = (), divided: Iterable[tuple[Any, int]] = ()) -> None:
@@ -263,7 +263,7 @@ def _never_holds(guard: sympy.Rel, values: dict[sympy.Symbol, sympy.Expr]) -> bo
     left, right = (
         side.subs(values)
         .replace(symbolic_sizes.is_floor_division, _floor)
-        .replace(symbolic_sizes.is_remainder, _remainder)
+        .replace(symbolic_sizes.is_remainder, _remainder_by_floor)
         for side in guard.args
     )
     difference = sympy.expand(left - right)
@@ -295,15 +295,6 @@ def _quotient(whole: sympy.Expr, base: sympy.Expr, divisor: sympy.Expr) -> sympy
     if rest.could_extract_minus_sign():
         return times - _quotient(whole, divisor - 1 - rest, divisor)
     return times + symbolic_sizes.floor_division(rest, divisor)
-
-
-def _remainder(modulo: sympy.Expr) -> sympy.Expr:
-    """`base % divisor` as a number, where the divisor divides all of `base` but a number."""
-    base, divisor = modulo.args
-    if not divisor.is_Integer or divisor <= 0:
-        return modulo
-    _, rest = _divided_terms(base, divisor)
-    return rest % divisor if rest.is_Integer else modulo
 
 
 def _divided_terms(base: sympy.Expr, divisor: sympy.Integer) -> tuple[sympy.Expr, sympy.Expr]:

@@ -81,14 +81,9 @@ def steps_of(
 ) -> list[list[fx.Node]]:
     """The graph's nodes in an order in which those of one owner are one step, the owner first.
 
-    Args:
-        graph: The graph.
-        owners: The node that stands for a node's step; nodes that are not listed are steps of their own.
-        inputs: What a node is computed from, where that is not `all_input_nodes`.
-        rank: Orders steps, by owner, that do not wait for one another.
-
-    Returns:
-        The steps; without those that lie on a cycle, or after one, when each owner's nodes are one step.
+    Nodes that are not among `owners` are steps of their own. `inputs` has what a node is computed from, where that is
+    not `all_input_nodes`. `rank` orders steps, by owner, that do not wait for one another. Steps that lie on a cycle,
+    or after one, are missing.
     """
     members: dict[fx.Node, list[fx.Node]] = {}
     waiting: dict[fx.Node, set[fx.Node]] = {}

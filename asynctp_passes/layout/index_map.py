@@ -1,23 +1,9 @@
 """Where an index goes through views: strided index maps over a source tensor.
 
-A tensor that is a rearrangement of a source tensor is described by an `IndexMap`: each of its dimensions is
-a list of digits, each digit a (size, stride) pair, and the element at digit values i0, i1, ... is the
-source's element number
-
-    offset + i0 * stride0 + i1 * stride1 + ...
-
-in row-major order. All views are small edits of that list:
-
-    reshape   regroups the digits, splitting one where a new dimension ends inside it
-    permute   reorders the dimensions
-    dtype     of fewer bytes: one new digit, of a fraction of an element; of more bytes: that digit goes again
-    slice     shortens a digit and moves the offset
-    cat       of pieces whose offsets are o, o + d, o + 2d, ...: one new digit (number of pieces, d)
-
-so `split` + `cat`, `slice` + `cat`, `chunk`, `select` + `stack` and plain `reshape` need no patterns: equal
-rearrangements have equal maps. Pieces in another order have no common difference d, repeated ones have d = 0,
-dropped ones leave the source uncovered. Sizes and strides are integers or sympy expressions over positive
-integer symbols; every comparison is an algebraic identity, so nothing here guards or specializes.
+Each dimension of an `IndexMap` is a list of digits, pairs of a size and a stride. In row-major order the element at
+digit values i0, i1, ... is the source's element number `offset + i0 * stride0 + i1 * stride1 + ...`. Views edit that
+list (`docs/explanation/how-a-chain-is-proven.md`), so that equal rearrangements have equal maps, however they are
+spelled. Every comparison of sizes is an algebraic identity: nothing here guards or specializes.
 """
 
 from __future__ import annotations
@@ -110,7 +96,9 @@ class IndexMap:
         dim = self.dims[axis]
         if same(length, length_of(dim)):
             return self
-        piece = _subrange(dim, start, length) if step == 1 else _every(dim, start, length, step)
+        piece = _subrange(dim, start, length) if step == 1 else None
+        if step != 1 and len(dim) == 1:
+            piece = [Digit(length, dim[0].stride * step)], start * dim[0].stride
         if piece is None:
             return Refusal(reasons.PIECES_MISSING, f"keeps [{start}, {start + length}) of {digits_text(dim)}")
         digits, moved = piece
@@ -131,9 +119,7 @@ class IndexMap:
     def resized(self, before: Size, after: Size) -> IndexMap | None:
         """The same memory as elements of another size, in the last dimension; None where that is no strided view.
 
-        Args:
-            before: How large an element is, as a part of one of the source: 1, 1/4 or 2, say.
-            after: How large one is then.
+        Sizes of an element are told as parts of one of the source: 1, 1/4 or 2, say.
         """
         if not self.dims:
             return None
@@ -193,13 +179,6 @@ def _subrange(dim: Dim, start: Size, length: Size) -> tuple[list[Digit], Size] |
     return None if rest is None else (rest[0], first * dim[0].stride + rest[1])
 
 
-def _every(dim: Dim, start: Size, length: Size, step: int) -> tuple[list[Digit], Size] | None:
-    """Digits and offset of `length` indices `step` apart, for a dimension of one digit."""
-    if len(dim) != 1:
-        return None
-    return [Digit(length, dim[0].stride * step)], start * dim[0].stride
-
-
 def concatenate(pieces: Sequence[IndexMap], axis: int) -> IndexMap | Refusal:
     """The map of pieces of one source that are joined along `axis`, in the order given."""
     first = pieces[0]
@@ -243,11 +222,8 @@ def _adjacent_pieces(dims: Sequence[Dim], steps: Sequence[Size]) -> list[Digit] 
     """Pieces of several lengths: each must begin where the one before it ends, along the same digit."""
     inner = max((dim[1:] for dim in dims), key=len)
     stride = next(dim[0].stride for dim in dims if len(dim) == len(inner) + 1)
-    counts = [_count(dim, inner, stride) for dim in dims]
-    if any(count is None for count in counts):
-        return None
-    whole = [count for count in counts if count is not None]
-    if any(not same(step, count * stride) for step, count in zip(steps, whole, strict=False)):
+    whole = [count for dim in dims if (count := _count(dim, inner, stride)) is not None]
+    if len(whole) < len(dims) or any(not same(step, count * stride) for step, count in zip(steps, whole, strict=False)):
         return None
     return [Digit(sum(whole[1:], start=whole[0]), stride), *inner]
 

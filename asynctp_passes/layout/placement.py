@@ -120,12 +120,6 @@ class GatherPlacement:
         return GatherPlacement(self.axis, outer, inner, self.width, shard)
 
 
-def scales_rows(scale: GatherPlacement, data: GatherPlacement, rows: int = 1, numbers: Size = 1) -> bool:
-    """True for scales laid out over the rows as the data is, `numbers` of them for every `rows` rows."""
-    sizes = ((scale.outer, data.outer), (scale.inner * rows, data.inner), (scale.width, numbers))
-    return data.axis == scale.axis == "rows" and all(same(a, b) for a, b in sizes)
-
-
 @dataclass(frozen=True)
 class ScatterPlacement:
     """How a reduce-scatter's input is made of a matmul result [M, N].
@@ -150,11 +144,8 @@ class ScatterPlacement:
 def locate_gather(operand: IndexMap, block: Size, ranks: int, outer: Size = 1) -> GatherPlacement | Refusal:
     """Prove that a 2-D operand is a complete, rank-ordered arrangement of the ranks' parts of a source tensor.
 
-    Args:
-        operand: Map of the operand into the source, which is [outer, ranks, block] row-major.
-        block: Elements from one rank's block to the next one's; of a gathered tensor, those of a shard.
-        ranks: Number of ranks.
-        outer: How many such groups of blocks the source has; a gathered tensor has one.
+    The operand's map is into the source, which is [outer, ranks, block] row-major. Of a gathered tensor, `block` has
+    the elements of a shard, and `outer` is 1.
     """
     found = _find_ranks(operand, block, ranks, outer)
     if isinstance(found, Refusal):
@@ -201,11 +192,7 @@ def _find_ranks(view: IndexMap, block: Size, ranks: int, outer: Size) -> tuple[l
 def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> ScatterPlacement | Refusal:
     """Prove that a reduce-scatter's input is a complete arrangement of a product [rows, columns] by rank.
 
-    Args:
-        operand: Map of the collective's input into the product, row-major.
-        rows: M of the product.
-        columns: N of the product.
-        ranks: Number of ranks: the input's leading `ranks` blocks are the ranks'.
+    `operand` maps the input into the product, row-major. Its leading `ranks` blocks are the ranks'.
     """
     queue = list(operand.digits)
     lead = take_digits(queue, ranks)
@@ -215,11 +202,9 @@ def locate_scatter(operand: IndexMap, rows: Size, columns: Size, ranks: int) -> 
     if refusal is not None:
         return refusal
     if len(lead) != 1:
-        return Refusal(
-            reasons.NOT_ROWS_OR_CONTRACTION, f"the ranks' blocks are not equally spaced: {digits_text(lead)}"
-        )
-    stride = lead[0].stride
-    rest = tuple(queue)
+        facts = f"the ranks' blocks are not equally spaced: {digits_text(lead)}"
+        return Refusal(reasons.NOT_ROWS_OR_CONTRACTION, facts)
+    stride, rest = lead[0].stride, tuple(queue)
     inner = quotient(stride, columns)
     if inner is not None:
         outer = divided(rows, inner * ranks)

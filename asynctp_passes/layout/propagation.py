@@ -1,9 +1,6 @@
-"""Following views in an FX graph: which nodes are rearrangements of a source tensor, and which index maps they have.
+"""Follow views in an FX graph: which nodes rearrange a source tensor, and by which index maps.
 
-`propagate` starts from sources (a gathered tensor, or matmul results) and walks the graph in order. An op that
-`op_traits` lists as a view carries maps from its inputs to its output, or refuses with a reason. Following ends at any
-other op. A new view is a row of `op_traits`. A new way of rearranging is a member of `View`, and its rule an entry of
-`RULES`.
+A new view is a row of `op_traits`. A new way of rearranging is a member of `View`, and its rule an entry of `RULES`.
 """
 
 from __future__ import annotations
@@ -20,9 +17,9 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.ir.matmuls import added_matrix
-from asynctp_passes.ir.nodes import arguments, is_size, op_name, tensor_of, traits_of
+from asynctp_passes.ir.nodes import arguments, is_size, op_name, order_of, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
-from asynctp_passes.ir.sizes import Size, Sizes, canonical, is_within, product, same
+from asynctp_passes.ir.sizes import Size, Sizes, canonical, is_within, product, same_sizes
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap, concatenate
 from asynctp_passes.ops.checks import WIDENED
@@ -110,14 +107,13 @@ class _Call:
         """The map of the tensor that is viewed."""
         return self.propagation.maps[self.first]
 
-    def shape(self) -> tuple[Size, ...] | None:
+    def shape(self) -> tuple[Size, ...]:
         """The sizes of the op's result."""
-        tensor = tensor_of(self.node)
-        return None if tensor is None else self.sizes.of(tensor)
+        return self.sizes.of(value_of(self.node))
 
-    def axis(self, name: str = "dim") -> int:
-        """A dimension argument, counted from the front."""
-        axis: int = self.values[name]
+    def axis(self) -> int:
+        """The dimension argument, counted from the front."""
+        axis: int = self.values["dim"]
         return axis % len(self.source.dims)
 
 
@@ -126,13 +122,9 @@ def propagate(
 ) -> Propagation:
     """Carry index maps from `sources` through every view among `nodes` (in graph order).
 
-    Args:
-        nodes: The nodes to visit.
-        sources: Nodes to start from, and their maps.
-        sizes: Reader of sizes.
-        sums: Also carry a map through sums: of two tensors that have the same one, or of one in the sources' own order
-            and any other of its shape. And through multiplications by powers of two and conversions to float32 that
-            keep all values. A source that is `c + a @ b` has the terms of `c` too, or `c` itself.
+    With `sums` also through sums: of two tensors that have the same map, or of one in the sources' own order and any
+    other of its shape. And through multiplications by powers of two and conversions to float32 that keep all values. A
+    source that is `c + a @ b` has the terms of `c` too, or `c` itself.
     """
     propagation = Propagation(maps=dict(sources), terms={source: _once(source) for source in sources})
     for node in nodes:
@@ -167,14 +159,11 @@ def _apply(
 ) -> Result:
     values = arguments(node) if torch_ops.is_op(node.target) else {"self": node.args[0], "index": node.args[1]}
     first = next(iter(values.values()))
-    unknown = next((source for source in node.all_input_nodes if "val" not in source.meta), None)
+    unknown = next((one for one in (*node.all_input_nodes, node) if "val" not in one.meta), None)
     if unknown is not None:
         return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
-    if (
-        isinstance(first, fx.Node)
-        and not propagation.has(first)
-        and handler not in (_add, _written, _overwritten, _picked)
-    ):
+    of_others = handler in (_add, _written, _overwritten, _picked)
+    if isinstance(first, fx.Node) and not propagation.has(first) and not of_others:
         return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{node.name} rearranges another tensor")
     return handler(_Call(node, values, propagation, sizes, sums))
 
@@ -209,7 +198,7 @@ def _terms(propagation: Propagation, node: fx.Node) -> Terms | Refusal:
         return sets[0] if number is None else _multiplied(sets[0], number)
     values = arguments(node)
     left, right = (propagation.terms.get(values[name], _once(values[name])) for name in ("self", "other"))
-    return _sum_of(left, _with_sign(right, sign), tensor_of(node))
+    return _sum_of(left, _with_sign(right, sign), value_of(node).dtype)
 
 
 def _once(node: fx.Node) -> Terms:
@@ -245,21 +234,20 @@ def _with_sign(terms: Terms, sign: float) -> Terms:
     return Terms({term: count * sign for term, count in terms.counts.items()}, terms.factor)
 
 
-def _sum_of(left: Terms, right: Terms, result: torch.Tensor | None) -> Terms | Refusal:
-    """The sum of two: a factor of either goes to its terms."""
+def _sum_of(left: Terms, right: Terms, dtype: torch.dtype) -> Terms | Refusal:
+    """The sum of two, of this dtype: a factor of either goes to its terms."""
     if left.counts.keys() & right.counts.keys():
         return Refusal(reasons.SUM_TERMS_DISAGREE, "a term is added twice")
     counts: dict[fx.Node, float] = {}
     for terms in (left, right):
         for term, count in terms.counts.items():
-            each = distributed(count, terms.factor, None if result is None else result.dtype)
-            if each is None:
+            if (each := distributed(count, terms.factor, dtype)) is None:
                 return Refusal(reasons.COMPUTED_BETWEEN, f"multiplies a sum by {terms.factor:g}, and then adds to it")
             counts[term] = each
     return Terms(counts)
 
 
-def distributed(count: float, factor: float, dtype: torch.dtype | None) -> float | None:
+def distributed(count: float, factor: float, dtype: torch.dtype) -> float | None:
     """How often a term counts, in place of a factor of the whole sum; None where the sum would not be the same.
 
     A factor below 1 makes terms smaller than the program's: none of them overflows, nor does their sum, unless the
@@ -273,28 +261,22 @@ def distributed(count: float, factor: float, dtype: torch.dtype | None) -> float
 
 def _join_added(propagation: Propagation, source: fx.Node, added: fx.Node) -> None:
     """Sum the source `added + a @ b`, if `added` has its map or comes from no source; else it is not followed."""
-    fits = propagation.is_unrelated(added) or (
-        added in propagation.maps and propagation.maps[added] == propagation.maps[source]
-    )
-    reason = reasons.SUM_TERMS_DISAGREE if propagation.has(added) else reasons.SUM_HAS_OTHER_TERM
-    joined = (
-        _sum_of(propagation.terms[source], propagation.terms.get(added, _once(added)), tensor_of(source))
-        if fits
-        else None
-    )
+    if propagation.is_unrelated(added) or propagation.maps.get(added) == propagation.maps[source]:
+        terms = propagation.terms.get(added, _once(added))
+        joined = _sum_of(propagation.terms[source], terms, value_of(source).dtype)
+    else:
+        reason = reasons.SUM_TERMS_DISAGREE if propagation.has(added) else reasons.SUM_HAS_OTHER_TERM
+        joined = Refusal(reason, f"{op_name(source)} {source.name}")
     if isinstance(joined, Terms):
         propagation.terms[source] = joined
-        return
-    propagation.refused[source] = joined or Refusal(reason, f"{op_name(source)} {source.name}")
-    del propagation.maps[source]
+    else:
+        propagation.refused[source] = joined
+        del propagation.maps[source]
 
 
 def is_view(node: fx.Node) -> bool:
     """True for ops that `propagate` knows how to follow (or to refuse by name)."""
     return traits_of(node).view is not None
-
-
-_LARGEST_EXPONENT = 32
 
 
 def adds(node: fx.Node) -> bool:
@@ -336,7 +318,7 @@ def scaling_of(node: fx.Node) -> float | None:
 def _is_power_of_two(number: float) -> bool:
     """True for one from 2^-32 to 2^32, and for the negative of one."""
     fraction, exponent = math.frexp(abs(number))
-    return fraction == 0.5 and abs(exponent - 1) <= _LARGEST_EXPONENT
+    return fraction == 0.5 and abs(exponent - 1) <= 32
 
 
 def shares_memory(node: fx.Node) -> bool:
@@ -345,57 +327,21 @@ def shares_memory(node: fx.Node) -> bool:
 
 
 def views_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The nodes and every view of them, used or not."""
-    found = dict.fromkeys(nodes)
-    stack = list(found)
-    while stack:
-        for user in stack.pop().users:
-            if user not in found and is_view(user):
-                found[user] = None
-                stack.append(user)
-    return list(found)
+    """The nodes and every view of them, used or not, in graph order."""
+    return sorted(reachable(nodes, lambda node: filter(is_view, node.users)))
 
 
 # --- one function per kind of view -----------------------------------------------------------------------
-def _unchanged(call: _Call) -> Result:
-    return call.source
-
-
-def _reshape(call: _Call) -> Result:
-    shape = call.shape()
-    if shape is None:
-        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
-    return call.source.reshape(shape)
-
-
-def _permute(call: _Call) -> Result:
-    rank = len(call.source.dims)
-    return call.source.permute([axis % rank for axis in call.values["dims"]])
-
-
-def _transpose(call: _Call) -> Result:
-    order = list(range(len(call.source.dims)))
-    first, second = call.axis("dim0"), call.axis("dim1")
-    order[first], order[second] = order[second], order[first]
-    return call.source.permute(order)
-
-
-def _reverse_dims(call: _Call) -> Result:
-    return call.source.permute(list(range(len(call.source.dims)))[::-1])
-
-
 def _slice(call: _Call) -> Result:
-    shape, axis = call.shape(), call.axis()
-    if shape is None:
-        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
-    start, step = call.values["start"], call.values["step"]
+    axis, step = call.axis(), call.values.get("step", 1)  # a narrow has none
     if not isinstance(step, int):
         return Refusal(reasons.SIZES_NOT_PROVEN, "the step is symbolic")
-    return call.source.narrow(axis, _start(call, axis, start), shape[axis], step)
+    return call.source.narrow(axis, _from_front(call, call.values["start"]), call.shape()[axis], step)
 
 
-def _start(call: _Call, axis: int, start: Any) -> Size:
-    """The first index of a slice, counted from the front and clamped as Python does."""
+def _from_front(call: _Call, start: Any) -> Size:
+    """An index, or the first one of a slice, counted from the front and clamped as Python does."""
+    axis = call.axis()
     whole = call.sizes.of(call.node.all_input_nodes[0].meta["val"])[axis]
     first = 0 if start is None else call.sizes.read(start)
     if isinstance(first, int) and first < 0:
@@ -405,23 +351,9 @@ def _start(call: _Call, axis: int, start: Any) -> Size:
     return first
 
 
-def _narrow(call: _Call) -> Result:
-    axis = call.axis()
-    return call.source.narrow(axis, _start(call, axis, call.values["start"]), call.sizes.read(call.values["length"]))
-
-
-def _select(call: _Call) -> Result:
-    axis = call.axis()
-    return call.source.select(axis, _start(call, axis, call.values["index"]))
-
-
 def _split(call: _Call) -> Result:
-    axis, values = call.axis(), call.node.meta.get("val")
-    if not isinstance(values, tuple | list):
-        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
-    pieces: list[IndexMap] = []
-    start: Size = 0
-    for value in values:
+    axis, pieces, start = call.axis(), list[IndexMap](), canonical(0)
+    for value in call.node.meta["val"]:
         length = call.sizes.of(value)[axis]
         piece = call.source.narrow(axis, start, length)
         if isinstance(piece, Refusal):
@@ -432,10 +364,7 @@ def _split(call: _Call) -> Result:
 
 
 def _unbind(call: _Call) -> Result:
-    values = call.node.meta.get("val")
-    if not isinstance(values, tuple | list):
-        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
-    pieces = [call.source.select(call.axis(), index) for index in range(len(values))]
+    pieces = [call.source.select(call.axis(), index) for index in range(len(call.node.meta["val"]))]
     refused = next((piece for piece in pieces if isinstance(piece, Refusal)), None)
     return refused or tuple(piece for piece in pieces if isinstance(piece, IndexMap))
 
@@ -453,11 +382,6 @@ def _index_of(item: fx.Node) -> int:
     return index
 
 
-def _waited(call: _Call) -> Result:
-    """Several tensors, waited for together: each stays as it is."""
-    return tuple(call.propagation.maps.get(tensor) for tensor in call.values["tensors"])
-
-
 def _cat(call: _Call) -> Result:
     tensors: Sequence[Any] = call.first
     maps = [call.propagation.maps.get(tensor) for tensor in tensors]
@@ -473,7 +397,7 @@ def _cat(call: _Call) -> Result:
             return Refusal(reasons.COMPUTED_BETWEEN, facts)
         rows = call.values["dim"] % len(maps[0].dims) < len(maps[0].dims) - 1  # type: ignore[union-attr]
         return _joined(reasons.TAKEN_IN_PARTS if rows else reasons.VIEW_NOT_UNDERSTOOD, tensors)
-    dtypes = {value.dtype for value in map(tensor_of, tensors) if value is not None}
+    dtypes = {value_of(tensor).dtype for tensor in tensors}
     if len(dtypes) > 1:
         return Refusal(reasons.COMPUTED_BETWEEN, f"joins pieces of {', '.join(sorted(map(str, dtypes)))}")
     pieces = [piece for piece in maps if piece is not None]
@@ -486,15 +410,12 @@ def _cat(call: _Call) -> Result:
 
 
 def _bitcast(call: _Call) -> Result:
-    before, after = tensor_of(call.first), tensor_of(call.node)
-    if before is None or after is None:
-        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
+    before, after = value_of(call.first), value_of(call.node)
     if before.dtype.itemsize == after.dtype.itemsize:
         return call.source
-    (source, *others) = (tensor_of(term) for term in call.propagation.terms[call.first].counts)
-    resized = None
-    if source is not None and not others and not call.sums:  # in sums an element may be converted to a wider one
-        widths = (sympy.Rational(one.dtype.itemsize, source.dtype.itemsize) for one in (before, after))
+    (source, *others), resized = call.propagation.terms[call.first].counts, None
+    if not others and not call.sums:  # in sums an element may be converted to a wider one
+        widths = (sympy.Rational(one.dtype.itemsize, value_of(source).dtype.itemsize) for one in (before, after))
         resized = call.source.resized(*map(canonical, widths))
     return resized or changes_elements(before.dtype, after.dtype)
 
@@ -504,20 +425,18 @@ def changes_elements(before: torch.dtype, after: torch.dtype) -> Refusal:
     return Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"{before} seen as {after} changes the number of elements")
 
 
-def _expand(call: _Call) -> Result:
-    before, after = tensor_of(call.first), call.shape()
-    if before is None or after is None:
-        return Refusal(reasons.SHAPE_UNKNOWN, call.node.name)
-    old = call.sizes.of(before)
-    if len(old) == len(after) and all(same(x, y) for x, y in zip(old, after, strict=True)):
-        return call.source
-    return Refusal(reasons.PIECES_REPEATED, f"{list(old)} to {list(after)}")
+def _repeated(call: _Call, source: fx.Node) -> Result:
+    """The map of a followed tensor, unless the result has its elements more than once."""
+    before, after = call.sizes.of(value_of(source)), call.shape()
+    if same_sizes(before, after):
+        return call.propagation.maps[source]
+    return Refusal(reasons.PIECES_REPEATED, f"{list(before)} to {list(after)}")
 
 
 def _cast(call: _Call) -> Result:
     """A conversion to the dtype a tensor already has changes nothing; any other one changes values."""
-    before, after = tensor_of(call.first), tensor_of(call.node)
-    if before is not None and after is not None and before.dtype == after.dtype and before.device == after.device:
+    before, after = value_of(call.first), value_of(call.node)
+    if (before.dtype, before.device) == (after.dtype, after.device):
         return call.source
     return Refusal(reasons.COMPUTED_BETWEEN, "converts to another dtype")
 
@@ -527,42 +446,35 @@ def _add(call: _Call) -> Result:
     left, right = call.values["self"], call.values["other"]
     followed = [node for node in (left, right) if call.propagation.has(node)]
     others = [node for node in (left, right) if not call.propagation.has(node)]
-    a, b, out = (tensor_of(node) for node in (left, right, call.node))
-    if (
-        call.values["alpha"] != 1
-        or a is None
-        or b is None
-        or out is None
-        or not all(map(call.propagation.is_unrelated, others))
-    ):
+    a, b, out = tensor_of(left), tensor_of(right), value_of(call.node)
+    unrelated = all(map(call.propagation.is_unrelated, others))
+    if call.values["alpha"] != 1 or a is None or b is None or not unrelated:
         return Refusal(reasons.SUM_HAS_OTHER_TERM, "")
-    terms = set[torch.dtype | None]().union(*(_dtypes(call, node) for node in followed))
+    terms = set[torch.dtype]().union(*(_dtypes(call, node) for node in followed))
     if not a.dtype == b.dtype == out.dtype or not _are_in(terms, out.dtype):
         return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms have different dtypes")
     where, sizes = call.propagation.maps[followed[0]], [call.sizes.of(value) for value in (a, b)]
-    alike = len(a.shape) == len(b.shape) and all(same(*pair) for pair in zip(*sizes, strict=True))
-    if others and not (alike and a.device == b.device and where == IndexMap.identity(sizes[0])):
+    if others and not (same_sizes(*sizes) and a.device == b.device and where == IndexMap.identity(sizes[0])):
         return Refusal(reasons.SUM_HAS_OTHER_TERM, f"{others[0].name} has another shape or order than the product")
     if any(call.propagation.maps[node] != where for node in followed):
         return Refusal(reasons.SUM_TERMS_DISAGREE, "the terms are laid out differently")
     return where
 
 
-def _dtypes(call: _Call, node: fx.Node) -> set[torch.dtype | None]:
-    """Terms of the sources that a node sums up."""
-    values = [tensor_of(term) for term in call.propagation.terms[node].counts if call.propagation.has(term)]
-    return {None if value is None else value.dtype for value in values}
+def _dtypes(call: _Call, node: fx.Node) -> set[torch.dtype]:
+    """The dtypes of the sources that a node sums up."""
+    return {value_of(term).dtype for term in call.propagation.terms[node].counts if call.propagation.has(term)}
 
 
-def _are_in(terms: set[torch.dtype | None], dtype: torch.dtype) -> bool:
+def _are_in(terms: set[torch.dtype], dtype: torch.dtype) -> bool:
     """True when terms of one dtype are seen as that one, or were converted: nothing else makes float32 of them."""
     return len(terms) == 1 and (terms == {dtype} or (dtype == torch.float32 and terms <= set(WIDENED)))
 
 
 def _widen(call: _Call) -> Result:
     """A conversion that keeps all values, of the products themselves: not of their bits seen as another dtype."""
-    before = tensor_of(call.first)
-    if before is None or _dtypes(call, call.first) != {before.dtype}:
+    before = value_of(call.first)
+    if _dtypes(call, call.first) != {before.dtype}:
         return Refusal(reasons.COMPUTED_BETWEEN, "converts products that are seen as another dtype")
     terms = call.propagation.terms[call.first]
     if before.dtype == torch.float16 and {abs(number) for number in (*terms.counts.values(), terms.factor)} != {1.0}:
@@ -572,16 +484,15 @@ def _widen(call: _Call) -> Result:
 
 def _scale(call: _Call) -> Result:
     """A power of two is a factor of the terms, or of their sum (`Terms`)."""
-    before = tensor_of(call.first)
-    if before is None or not _are_in(_dtypes(call, call.first), before.dtype):
+    if not _are_in(_dtypes(call, call.first), value_of(call.first).dtype):
         return Refusal(reasons.COMPUTED_BETWEEN, "multiplies products that are seen as another dtype")
     return call.source
 
 
 def _written(call: _Call) -> Result:
     """Rows of one product among others' rows, as in the sum that is the gradient of slices, are what `cat` joins."""
-    result, written = tensor_of(call.node), call.propagation.terms.get(call.values["src"])
-    of_rows = result is not None and call.values["dim"] % result.dim() < result.dim() - 1
+    rank, written = value_of(call.node).dim(), call.propagation.terms.get(call.values["src"])
+    of_rows = call.values["dim"] % rank < rank - 1
     sources = [node for node in call.propagation.maps if node in call.propagation.terms[node].counts]
     if of_rows and written is not None and not all(node in written.counts for node in sources):
         return _joined(reasons.TAKEN_IN_PARTS, sources)
@@ -595,14 +506,12 @@ def _joined(reason: reasons.Reason, products: Iterable[fx.Node]) -> Refusal:
 def _overwritten(call: _Call) -> Result:
     """The tensor that is written, where it is as large and of the same dtype; nothing is left of the other one."""
     source = call.values["src"]
-    before, after = tensor_of(source), tensor_of(call.node)
     if not call.propagation.has(source):
         return None
-    if before is None or after is None or (before.dtype, before.device) != (after.dtype, after.device):
+    before, after = value_of(source), value_of(call.node)
+    if (before.dtype, before.device) != (after.dtype, after.device):
         return Refusal(reasons.COMPUTED_BETWEEN, "converts what is written to another dtype")
-    sizes, own = call.sizes.of(before), call.sizes.of(after)
-    alike = len(sizes) == len(own) and all(map(same, sizes, own))
-    return call.propagation.maps[source] if alike else Refusal(reasons.PIECES_REPEATED, f"{list(sizes)} to {list(own)}")
+    return _repeated(call, source)
 
 
 def _picked(call: _Call) -> Result:
@@ -614,10 +523,10 @@ def _picked(call: _Call) -> Result:
     """
     if not call.propagation.has(call.first):
         return None
-    before, after = tensor_of(call.first), call.shape()
-    if before is not None and _is_picked(call.values, before.dim() - 1):
+    before = value_of(call.first)
+    if _is_picked(call.values, before.dim() - 1):
         return Refusal(reasons.NOT_ROWWISE, "picks elements of rows by number")
-    ratio = None if before is None or after is None else _ratio(product(after), product(call.sizes.of(before)))
+    ratio = _ratio(product(call.shape()), product(call.sizes.of(before)))
     if ratio == 1:
         return Refusal(reasons.PIECES_REORDERED, "picks rows by number")
     if ratio is not None and ratio > 1:
@@ -647,10 +556,9 @@ def _is_constant(node: fx.Node) -> bool:
 
 def _padded(call: _Call) -> Result:
     """Padding at the end is how torch evens out shards, by no row too; other padding shifts or widens the tensor."""
-    pad, before, after = call.values["pad"], tensor_of(call.first), call.shape()
-    if before is not None and after is not None and not any(pad[::2]):
-        own = call.sizes.of(before)
-        if len(own) == len(after) and all(map(same, own, after)):  # a number of rows that a guard says to be even
+    pad, own, after = call.values["pad"], call.sizes.of(value_of(call.first)), call.shape()
+    if not any(pad[::2]):
+        if same_sizes(own, after):  # a number of rows that a guard says to be even
             return call.source
         if not all(is_within(canonical(size - kept), 0, sys.maxsize) for kept, size in zip(own, after, strict=True)):
             # the gradient of padding
@@ -666,30 +574,23 @@ def pads_at_end(pad: Sequence[object]) -> bool:
 
 def _reordered(call: _Call) -> Result:
     """Flips and rolls. Those of a row's elements leave the rows where they are."""
-    before = tensor_of(call.first)
-    if before is not None and before.dim() - 1 in {dim % before.dim() for dim in call.values["dims"]}:
+    rank = value_of(call.first).dim()
+    if rank - 1 in {dim % rank for dim in call.values["dims"]}:
         return Refusal(reasons.NOT_ROWWISE, "reorders elements of rows")
     return Refusal(reasons.PIECES_REORDERED, "")
 
 
-def _refuse(reason: reasons.Reason) -> Callable[[_Call], Result]:
-    return lambda call: Refusal(reason, "")
-
-
 RULES: dict[View, Callable[[_Call], Result]] = {
-    View.SAME: _unchanged,
-    View.RESHAPE: _reshape,
-    View.PERMUTE: _permute,
-    View.TRANSPOSE: _transpose,
-    View.REVERSE_DIMS: _reverse_dims,
-    View.EXPAND: _expand,
+    View.SAME: lambda call: call.source,
+    View.RESHAPE: lambda call: call.source.reshape(call.shape()),
+    View.PERMUTE: lambda call: call.source.permute(order_of(call.node, len(call.source.dims))),
+    View.EXPAND: lambda call: _repeated(call, call.first),
     View.SLICE: _slice,
-    View.NARROW: _narrow,
-    View.SELECT: _select,
+    View.SELECT: lambda call: call.source.select(call.axis(), _from_front(call, call.values["index"])),
     View.SPLIT: _split,
     View.UNBIND: _unbind,
     View.ITEM: _getitem,
-    View.AWAIT_LIST: _waited,
+    View.AWAIT_LIST: lambda call: tuple(call.propagation.maps.get(tensor) for tensor in call.values["tensors"]),
     View.CAT: _cat,
     View.STACK: _cat,
     View.CAST: _cast,
@@ -699,7 +600,7 @@ RULES: dict[View, Callable[[_Call], Result]] = {
     View.WRITE: _written,
     View.OVERWRITE: _overwritten,
     View.REORDER: _reordered,
-    View.REPEAT: _refuse(reasons.PIECES_REPEATED),
-    View.OPAQUE: _refuse(reasons.VIEW_NOT_UNDERSTOOD),
+    View.REPEAT: lambda call: Refusal(reasons.PIECES_REPEATED, ""),
+    View.OPAQUE: lambda call: Refusal(reasons.VIEW_NOT_UNDERSTOOD, ""),
 }
 """How an index map goes through each way of rearranging a tensor."""

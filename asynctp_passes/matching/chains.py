@@ -4,9 +4,9 @@ Each is proven or chosen by one function, and becomes nodes by another:
 
     value            is proven or chosen by              becomes nodes by
     GatherChain      match_gather.match_gather           emit_gather.emit_gather
-      its matmuls    placed_matmuls.placed_matmuls       emit_gather.emit_gather
-      Hoist          hoist.chains_of                     emit_on_shard.parts_on_shard
-      SideGather     hoist.chains_of                     emit_on_shard.start_side_gathers
+      its matmuls    hoist.placed_matmuls                emit_gather.emit_gather
+      Hoist          hoist.chains_of                     emit_gather.parts_on_shard
+      SideGather     hoist.chains_of                     emit_gather.start_side_gathers
       Cut            cut_rows.find_cuts                  emit_gather.emit_gather
     ScatterChain     match_reduction.match_reduction     emit_reduction.emit_reduction
       its matmuls    scaled_epilogue.read_scaled_result  emit_reduction.emit_reduction
@@ -28,7 +28,6 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.collectives import waits_for_several
-from asynctp_passes.ir.matmuls import added_matrix, contracts_rows
 from asynctp_passes.ir.nodes import is_size, nodes_in, tensor_of
 from asynctp_passes.ir.operations import Collective, Matmul, nodes_of
 from asynctp_passes.ir.sizes import Size, Sizes
@@ -158,24 +157,13 @@ class Hoist:
 
 
 class _Chain:
-    """Questions that both kinds of chain answer for themselves.
-
-    `hoist` and `follows` are those of a gather's chain; a reduction's has none.
-    """
+    """Questions that both kinds of chain answer for themselves. A reduction's chain has no `hoist`, nor `follows`."""
 
     collective: Collective
     matmuls: tuple[Matmul, ...]
     views: tuple[fx.Node, ...]
-
-    @property
-    def hoist(self) -> Hoist | None:
-        """The computation on the shard instead of on the gathered tensor."""
-        return None
-
-    @property
-    def follows(self) -> fx.Node | None:
-        """The communication that the fused op comes after, where it changes its place."""
-        return None
+    hoist: Hoist | None = None
+    follows: fx.Node | None = None
 
     @property
     def joined(self) -> tuple[Collective, ...]:
@@ -284,16 +272,6 @@ class GatherChain(_Chain):
         return self.placement.shard
 
     @property
-    def exchanged(self) -> fx.Node | None:
-        """The tensor that a rank exchanges with each other one."""
-        return self.collective.input
-
-    @property
-    def contracts_all_rows(self) -> bool:
-        """True where all matmuls contract over the gathered rows: none can begin with a part of them."""
-        return self.placement.axis == "contraction" and all(contracts_rows(matmul.node) for matmul in self.matmuls)
-
-    @property
     def replaceable(self) -> list[fx.Node]:
         """The collectives' results, what is computed from them, and every view of them, used or not."""
         results = [node for gather in self.collectives for node in gather.results]
@@ -303,11 +281,6 @@ class GatherChain(_Chain):
     def size_readers(self) -> list[fx.Node]:
         """The nodes that read sizes of what the rewrite does away with; it reads them off the chain's inputs."""
         return self._readers_of_sizes(self.replaceable)
-
-    @property
-    def added_apart(self) -> list[Matmul]:
-        """The matmuls `c + a @ b`: `c` is added by a node of its own, after the fused op, where it was."""
-        return [matmul for matmul in self.matmuls if added_matrix(matmul.node) is not None]
 
     @property
     def made_anew(self) -> list[fx.Node]:
@@ -440,16 +413,6 @@ class ScatterChain(_Chain):
         return self.collectives
 
     @property
-    def exchanged(self) -> fx.Node | None:
-        """The tensor that a rank exchanges with each other one."""
-        return self.collective.node
-
-    @property
-    def contracts_all_rows(self) -> bool:
-        """False: nothing of it is gathered."""
-        return False
-
-    @property
     def replaceable(self) -> list[fx.Node]:
         """The views between the matmuls and the collective, the sum of several results, and the way to a part."""
         return [*self.views, *self.after, *(() if self.own_part is None else self.own_part.nodes)]
@@ -459,11 +422,6 @@ class ScatterChain(_Chain):
         """The nodes that read sizes of what the rewrite does away with; it reads them off the chain's inputs."""
         whole = self.collective.results if self.own_part is not None and not self.own_part.by_place else ()
         return self._readers_of_sizes([*self.views, *nodes_of(self.matmuls), *whole])
-
-    @property
-    def added_apart(self) -> list[Matmul]:
-        """None: `added` has the terms of matmuls `c + a @ b` too."""
-        return []
 
     @property
     def made_anew(self) -> list[fx.Node]:
@@ -550,9 +508,9 @@ class Candidate:
 
     `joins` is the candidate whose chain this collective is part of: a gather of scales that of their data's gather, a
     reduction that of the last one of a sum. `left_out` says what other matmuls the chain's gathered tensor goes to, and
-    why they are not fused. `weights` tells that the collective looks like one of parameters or of their gradients, as
-    FSDP has them, and `may_be_weights` that it does if its group gathers some: see `find`. `own_part` is what a rank
-    uses of an all-reduce, if that can be a reduce-scatter.
+    why they are not fused. `weights` is the evidence that the collective is one of parameters or of their gradients, as
+    FSDP has them, and `may_be_weights` tells that it is if its group gathers some: see `find`. `own_part` is what a
+    rank uses of an all-reduce, if that can be a reduce-scatter.
     """
 
     collective: Collective
@@ -561,9 +519,15 @@ class Candidate:
     nodes: tuple[fx.Node, ...] = ()
     joins: Candidate | None = None
     left_out: tuple[str, ...] = ()
-    weights: bool = False
+    weights: str = ""
     may_be_weights: bool = False
     own_part: OwnPart | None = None
+
+    @property
+    def proven(self) -> Chain:
+        """The chain of a candidate that is known to have one."""
+        assert self.chain is not None
+        return self.chain
 
 
 @dataclass(frozen=True)

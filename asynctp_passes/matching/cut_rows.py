@@ -1,16 +1,11 @@
-"""Rows that are cut off a gathered tensor before a matmul, as the padding of uneven shards: find them. Pure.
+"""Rows that are cut off a gathered tensor before a matmul, as padding is, and ranges that are all its rows. Pure.
 
     shard → all_gather → wait → view* → {slice, pad by fewer than none} → {copy, reshape}* → matmul
-
-Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same ones are
-cut off its result. There are as few as paddings to a multiple of the ranks have (`_is_most`).
-
-Where ranges of rows together are all of them, but for padding, the fused op multiplies each by its own weight:
-
     shard → all_gather → wait → view* → slice? → {slice, split, select}+ → {copy, reshape}* → matmul, by other weights
 
-Ranges that one weight multiplies are chunks, which save the memory of the whole result. They stay as they are, and so
-do more than `MOST_RANGES`, as of experts.
+Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same few
+(`_is_most`) are cut off its result; or it multiplies each range by its own weight. Ranges that one weight multiplies
+are chunks, which save the memory of the whole result. They stay, and so do more than `MOST_RANGES`, as of experts.
 """
 
 from __future__ import annotations
@@ -18,9 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch import fx
 
 from asynctp_passes.ir.matmuls import is_matmul, read_term
@@ -81,7 +74,7 @@ class Cut:
 def cut_dimension(node: fx.Node, ranks: int, sizes: Sizes) -> int | None:
     """The dimension whose last few indices a slice, or negative padding, cuts off; None if there is none."""
     traits, axis = traits_of(node), None
-    before = tensor_of(node.args[0]) if traits.takes_range or traits.view is View.PAD else None
+    before = tensor_of(node.args[0]) if traits.view in (View.SLICE, View.PAD) else None
     if before is None or tensor_of(node) is None:
         return None
     values, dims = arguments(node), before.dim()
@@ -150,15 +143,12 @@ def _views(cut: Cut, width: Size, sizes: Sizes) -> Iterator[Cut]:
         step = stack.pop()
         yield step
         for user in step.operand.users:
-            own, before = (sizes.of(value_of(node)) for node in (user, step.operand)) if _keeps(user) else ((), ())
+            if traits_of(user).view not in (View.SAME, View.RESHAPE, View.EXPAND) or tensor_of(user) is None:
+                continue
+            own, before = (sizes.of(value_of(node)) for node in (user, step.operand))
             repeats = traits_of(user).view is View.EXPAND and not same(product(own), product(before))
             if own and same(own[-1], width) and not repeats:
                 stack.append(replace(step, steps=(*step.steps, user)))
-
-
-def _keeps(node: fx.Node) -> bool:
-    """True for a tensor of the same elements in the same order, unless it repeats them."""
-    return traits_of(node).view in (View.SAME, View.RESHAPE, View.EXPAND) and tensor_of(node) is not None
 
 
 # --- parts that are all of a tensor --------------------------------------------------------------------------------
@@ -170,15 +160,16 @@ def all_parts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[tu
     source = next(iter(propagation.maps), None)
     for whole, view in propagation.maps.items():
         value = tensor_of(whole)
-        if value is None or not _has_all(value, value_of(source), sizes):
-            continue
-        if incomplete(view, product(sizes.of(value))) is not None:
+        both = [] if value is None else [value, value_of(source)]
+        counts = [product(sizes.of(one)) * one.dtype.itemsize for one in both]
+        if value is None or not same(*counts) or incomplete(view, product(sizes.of(value))) is not None:
             continue
         for taken in (whole, *(user for user in whole.users if cut_dimension(user, ranks, sizes) is not None)):
             before = () if taken is whole else (taken,)
             users = (user for user in taken.users if not is_size(user))
             found = (leaf for user in users for part in _parts(user, taken, sizes) for leaf in _leaves(part, sizes))
-            parts = [replace(part, steps=(*before, *part.steps)) for part in found if _is_used(part.steps[-1])]
+            used = (part for part in found if not all(map(is_size, part.steps[-1].users)))
+            parts = [replace(part, steps=(*before, *part.steps)) for part in used]
             if any(traits_of(user).view in (View.CAT, View.STACK) for part in parts for user in part.steps[-1].users):
                 continue  # a rearrangement
             dims = {part.dim for part in parts}
@@ -188,26 +179,16 @@ def all_parts(propagation: Propagation, ranks: int, sizes: Sizes) -> Iterator[tu
                 yield whole, parts
 
 
-def _has_all(value: torch.Tensor, source: torch.Tensor, sizes: Sizes) -> bool:
-    """True for a tensor of as many bytes as its source."""
-    counts = (product(sizes.of(one)) * one.dtype.itemsize for one in (value, source))
-    return same(*counts)
-
-
-def _is_used(part: fx.Node) -> bool:
-    return not all(map(is_size, part.users))
-
-
 def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
     """The parts that a node takes of a tensor; none of one that takes it in another way."""
     traits, before = traits_of(user), sizes.of(value_of(whole))
     if "val" not in user.meta:
         return
-    if traits.takes_range and arguments(user).get("step", 1) == 1 and user.args[:1] == (whole,):
+    if traits.view is View.SLICE and arguments(user).get("step", 1) == 1 and user.args[:1] == (whole,):
         values = arguments(user)
         dim, size = values["dim"] % len(before), sizes.of(value_of(user))[values["dim"]]
         start = canonical(0) if values["start"] is None else sizes.read(values["start"])
-        if _is_open(values.get("end", start)):  # a symbol that it begins at may be negative
+        if values.get("end", start) in (None, sys.maxsize):  # a symbol that it begins at may be negative
             start = canonical(before[dim] - size)
         elif isinstance(start, int) and start < 0:
             start = canonical(before[dim] + start)
@@ -224,11 +205,6 @@ def _parts(user: fx.Node, whole: fx.Node, sizes: Sizes) -> Iterator[Part]:
             if index in taken:
                 yield Part((user, taken[index]), dim, start, end)
             start = end
-
-
-def _is_open(end: Any) -> bool:
-    """True for the end of a slice that goes to the last index. A narrow has a length instead."""
-    return end is None or (isinstance(end, int) and end == sys.maxsize)
 
 
 def _leaves(part: Part, sizes: Sizes) -> Iterator[Part]:

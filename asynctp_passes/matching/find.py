@@ -7,31 +7,28 @@
     summed    (mm → view* → {reduce_scatter, all_reduce} → wait → view*)+ → add*                      (`linear_sums`)
     own part  (mm+ → view*) → all_reduce → wait → view* → the rank's own part alone                      (`own_part`)
 
-The modules `match_gather` and `match_reduction` prove chains of one collective. `find` takes those of
-them that do not want the same matmul, and leave the graph without a cycle. Structure is proven by `index_map` on maps
-that `propagate` carries; no spelling of a view chain is enumerated.
-
-What looks like FSDP's is marked (`Candidate.weights`), for groups that have nothing else in the graph. Parameters are
-gathered: right operands, or vectors. Gradients are reduced: vectors, or products that contract over rows, and that no
-matmul goes on with. Reports say where that decided the scope, and by what it was told.
+Collectives that look like FSDP's are marked (`Candidate.weights`), for groups that have nothing else in the graph.
+Parameters are gathered: right operands, or vectors. Gradients are reduced: vectors, or products that contract over
+rows, and that no matmul goes on with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from asynctp_passes import reasons
-from asynctp_passes.ir.collectives import unknown_group
+from asynctp_passes.ir.collectives import awaited_item, unknown_group
+from asynctp_passes.ir.matmuls import added_matrix
 from asynctp_passes.ir.nodes import called_name, describe, mutates, op_name, tensor_of
 from asynctp_passes.ir.operations import Collective, nodes_of
+from asynctp_passes.ir.order import communicates, in_turn
 from asynctp_passes.ir.registry import can_promise, collective_op, kind_of_other
 from asynctp_passes.ir.sizes import Sizes
-from asynctp_passes.ir.traversal import steps_of
-from asynctp_passes.matching.chains import Candidate, GatherChain
-from asynctp_passes.matching.collapsed import collapsed
+from asynctp_passes.ir.traversal import draws, reachable, steps_of
+from asynctp_passes.matching.chains import Candidate, Chain, GatherChain, Hoist, Step
 from asynctp_passes.matching.linear_sums import summed
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.match_gather import candidate_of, following, match_gather
@@ -50,14 +47,16 @@ def find(
     Scatters whose results are only used in a sum become one. An all-reduce becomes a reduce-scatter where the rank uses
     its own part only.
     """
-    context = MatchContext(graph, collectives, sizes)
+    context = MatchContext(graph, collectives, sizes, allowed)
     scatters = {c.node: match_reduction(context, c) for c in collectives if c.kind in ("reduce_scatter", "all_reduce")}
-    gathers = _gathers(context, _fused_matmuls(filter(allowed, scatters.values())), allowed)
+    gathers = _gathers(context, _fused_matmuls(filter(allowed, scatters.values())))
     taken = _fused_matmuls(filter(allowed, gathers.values()))
     found = {**gathers, **{node: _unless_taken(candidate, taken) for node, candidate in scatters.items()}}
-    found |= summed(context, found, allowed)
-    found |= _own_parts(context, found, allowed)
-    return [found.get(collective.node) or _match_other(context, collective) for collective in collectives]
+    found |= summed(context, found)
+    found |= _own_parts(context, found)
+    others, sort = [one for one in collectives if one.node not in found], context.sorted
+    why = {one.node: Candidate(one, None, (_other_refusal(context, one),), sort(one.results)) for one in others}
+    return [found.get(one.node) or why[one.node] for one in collectives]
 
 
 def _fused_matmuls(candidates: Iterable[Candidate]) -> set[fx.Node]:
@@ -72,21 +71,28 @@ def _unless_taken(candidate: Candidate, taken: set[fx.Node]) -> Candidate:
     return replace(candidate, chain=None, refusals=(Refusal(reasons.MATMUL_TAKEN, ", ".join(names)),))
 
 
-def _gathers(
-    context: MatchContext, wanted: set[fx.Node], allowed: Callable[[Candidate], bool]
-) -> dict[fx.Node, Candidate]:
+def _gathers(context: MatchContext, wanted: set[fx.Node]) -> dict[fx.Node, Candidate]:
     """Candidates of all gathers; a gather of scales joins the chain whose data it scales.
 
-    A matmul of what is computed from two gathers is fused with the first that may be.
+    A matmul of what is computed from two gathers is fused with the first that may be. Where chains are on a cycle, as
+    each becomes one node, those that follow something go back to their place. Others lose row numbers that are only
+    returned, and then the last one is left alone. A scatter's op is on none: its result depends on all that goes into
+    it before the fusion too.
     """
-    found = _searched(context, wanted, allowed)
-    while stuck := _following_on_cycles(context, found):
-        context.fixed |= stuck
-        found = _searched(context, wanted, allowed)
-    for node in _on_cycles(context, _gather_chains(found)):
+    while True:
+        found = _searched(context, wanted)
+        chains = _gather_chains(found)
+        stuck = _on_cycles(context, chains)
+        late = {node for node in stuck if chains[node].follows is not None}
+        if not late:
+            break
+        context.fixed |= late
+    for node in stuck:
         found[node] = _without_row_numbers(context, found[node])
-    for node, refusal in _cycles(context, found).items():
-        found[node] = replace(found[node], chain=None, refusals=(refusal,))
+    while stuck := _on_cycles(context, _gather_chains(found)):
+        last = max(stuck, key=context.order.__getitem__)
+        refusal = Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, "through the matmul of another chain")
+        found[last] = replace(found[last], chain=None, refusals=(refusal,))
     for candidate in list(found.values()):
         chain = candidate.chain
         for joined in chain.joined if chain is not None else ():
@@ -95,25 +101,15 @@ def _gathers(
     return found
 
 
-def _searched(
-    context: MatchContext, wanted: set[fx.Node], allowed: Callable[[Candidate], bool]
-) -> dict[fx.Node, Candidate]:
+def _searched(context: MatchContext, wanted: set[fx.Node]) -> dict[fx.Node, Candidate]:
     """The candidates of all gathers, each alone; of those that would take the same matmul, the first may."""
-    found = {c.node: match_gather(context, c, wanted, allowed) for c in context.collectives if c.kind == "all_gather"}
+    found = {c.node: match_gather(context, c, wanted) for c in context.collectives if c.kind == "all_gather"}
     taken: set[fx.Node] = set()
     for node, candidate in found.items():
         found[node] = candidate = _unless_taken(candidate, taken)
-        if candidate.chain is not None and candidate.chain.hoist is not None and allowed(candidate):
+        if candidate.chain is not None and candidate.chain.hoist is not None and context.allowed(candidate):
             taken |= _fused_matmuls([candidate])
     return found
-
-
-def _following_on_cycles(context: MatchContext, found: Mapping[fx.Node, Candidate]) -> set[fx.Node]:
-    """Gathers that lie on a cycle where each chain becomes one node, and have chains that follow something."""
-    chains = _gather_chains(found)
-    if not any(chain.follows for chain in chains.values()):
-        return set()
-    return {node for node in _on_cycles(context, chains) if chains[node].follows is not None}
 
 
 def _without_row_numbers(context: MatchContext, candidate: Candidate) -> Candidate:
@@ -127,9 +123,7 @@ def _without_row_numbers(context: MatchContext, candidate: Candidate) -> Candida
     return candidate_of(context, following(context, alone), candidate.left_out)
 
 
-def _own_parts(
-    context: MatchContext, found: Mapping[fx.Node, Candidate], allowed: Callable[[Candidate], bool]
-) -> dict[fx.Node, Candidate]:
+def _own_parts(context: MatchContext, found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, Candidate]:
     """New candidates for all-reduces: the rank uses only its own part of the result.
 
     An all-reduce that can be fused stays as it is where its matmuls could not scatter the sum.
@@ -139,9 +133,9 @@ def _own_parts(
         part = None if candidate.joins is not None else own_part(context, candidate.collective)
         if part is None:
             continue
-        if not allowed(candidate):
+        if not context.allowed(candidate):
             own[node] = replace(candidate, own_part=part)
-        elif (chain := scattered(context, candidate, part)) is not None and allowed(chain):
+        elif (chain := scattered(context, candidate, part)) is not None and context.allowed(chain):
             own[node] = chain
     return own
 
@@ -153,36 +147,74 @@ def _gather_chains(found: Mapping[fx.Node, Candidate]) -> dict[fx.Node, GatherCh
 
 def _on_cycles(context: MatchContext, chains: Mapping[fx.Node, GatherChain]) -> set[fx.Node]:
     """The chains, by gather, that lie on a cycle (or after one) when each becomes one node."""
-    steps = steps_of(
-        context.graph, *collapsed(context.graph, context.sizes, [*chains.values()]), context.order.__getitem__
-    )
+    owners, inputs = collapsed(context.graph, context.sizes, [*chains.values()])
+    steps = steps_of(context.graph, owners, inputs, context.order.__getitem__)
     return chains.keys() - {step[0] for step in steps}
 
 
-def _cycles(context: MatchContext, found: dict[fx.Node, Candidate]) -> dict[fx.Node, Refusal]:
-    """Gathers to leave alone because fusing them beside the others would make the graph cyclic.
+# --- the graph in which chains are one node each -----------------------------------------------------------------
+def collapsed(
+    graph: fx.Graph, sizes: Sizes, chains: Sequence[Chain], free: Container[fx.Node] = ()
+) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, Sequence[fx.Node]]]:
+    """The arguments of `steps_of` for a graph whose chains are one step each, and whose communication is in order.
 
-    A scatter's op cannot: its result depends on all that goes into it before the fusion too.
+    What is `free` may change its place among what communicates. The first result has, for the nodes of a chain, its
+    collective, which stands for it. The second has what nodes are computed from, where that is not `all_input_nodes`:
+    sizes of what a chain does away with, from what the rewrite will read them off; items of several tensors, from their
+    own tensor; what is reduced over all ranks' rows, from the shard; and draws and communication in their order.
     """
-    chains = _gather_chains(found)
-    dropped: dict[fx.Node, Refusal] = {}
-    while True:
-        stuck = _on_cycles(context, chains)
-        if not stuck:
-            return dropped
-        last = max(stuck, key=context.order.__getitem__)
-        dropped[last] = Refusal(reasons.OPERAND_DEPENDS_ON_GATHER, "through the matmul of another chain")
-        del chains[last]
+    owners: dict[fx.Node, fx.Node] = {}
+    items = ((node, awaited_item(node)) for node in graph.nodes)
+    inputs = draws(graph) | {node: [item] for node, item in items if item is not None}
+    for chain in chains:
+        own = chain.collective.node
+        owners |= dict.fromkeys(chain.members, own)
+        known = (node for node in chain.size_readers if "val" in node.meta)  # without it, chains are refused
+        inputs |= {node: sizes.read_off(sizes.read(node), chain.inputs) for node in known}
+        for collective in chain.collectives:
+            if collective.call is not None:
+                inputs[collective.node] = [collective.source]
+        if chain.hoist is not None:
+            for one in chain.hoist.cross_rank:
+                sources = [*chain.inputs, *_others_above(chain.hoist, one.step)]
+                inputs |= dict.fromkeys(one.nodes, sources)
+        written = (matmul for matmul in chain.matmuls if matmul.call is not None)  # into a tensor, which is not read
+        inputs |= {matmul.call: [matmul.a, *matmul.operands] for matmul in written}
+        for matmul in chain.matmuls if isinstance(chain, GatherChain) else ():
+            if added_matrix(matmul.node) is not None:  # `c` of `c + a @ b` is added after the fused op, where it was
+                del owners[matmul.node]
+                inputs[own] = [*inputs.get(own, own.all_input_nodes), *matmul.operands]
+    return owners, in_turn([node for node in _starts(graph, chains) if node not in free], inputs)
+
+
+def _starts(graph: fx.Graph, chains: Sequence[Chain]) -> list[fx.Node]:
+    """The nodes that communicate, in order. Each chain does so once, in its place, by the node that stands for it.
+
+    Of several tensors that are communicated together, those of chains come first.
+    """
+    before: dict[fx.Node, list[fx.Node]] = {}
+    after: dict[fx.Node, list[fx.Node]] = {}
+    for chain in chains:
+        side = before if chain.follows is None else after
+        side.setdefault(chain.anchor, []).append(chain.collective.node)
+    alone = {one.node for chain in chains for one in chain.collectives if one.call is None}
+    found: list[fx.Node] = []
+    for node in graph.nodes:
+        starts = communicates(node) and node not in alone
+        found += [*before.get(node, ()), *([node] if starts else []), *after.get(node, ())]
+    return found
+
+
+def _others_above(hoist: Hoist, step: Step) -> list[fx.Node]:
+    """The tensors besides its shard from which a rank computes its part of a step's result."""
+    made_by = {one.node: one for one in (*hoist.steps, step)}
+    above = reachable([step.node], lambda node: (part.root for _, part in made_by[node].parts), made_by.__contains__)
+    return [other for node in above for other in made_by[node].others]
 
 
 # --- other collectives -----------------------------------------------------------------------------------------
-def _match_other(context: MatchContext, collective: Collective) -> Candidate:
-    """Collectives of other kinds, and those that cannot be read."""
-    nodes = context.sorted([collective.node, *collective.waits])
-    return Candidate(collective, None, (_other_refusal(context, collective),), nodes)
-
-
 def _other_refusal(context: MatchContext, collective: Collective) -> Refusal:
+    """Why a collective of another kind, or one that cannot be read, has no chain."""
     name = called_name(collective.node)
     if collective.is_unused:
         return Refusal(reasons.RESULT_UNUSED, f"{describe(collective.input)} of {name}")
@@ -192,15 +224,15 @@ def _other_refusal(context: MatchContext, collective: Collective) -> Refusal:
     kind = kind_of_other(name) if op is None else op.kind
     if kind == "other" and not can_promise(name):
         return Refusal(reasons.OTHER_COLLECTIVE, name)
-    reached = (kind in ("all_gather", "other") and _results_reach_matmul(context, collective.node)) or (
-        kind != "all_gather" and _inputs_reach_matmul(context, collective.node)
-    )
-    known = op is not None and tensor_of(collective.node) is not None
-    facts = f"{name} makes {describe(collective.node)} of {describe(collective.input)}" if known else name
-    if (group := unknown_group(collective.call or collective.node)) is not None:
-        facts = (
-            f"{name} over {group!r}, which no process group here is called: register it with groups={{{group!r}: ...}}"
-        )
+    node = collective.node
+    reached = kind in ("all_gather", "other") and _results_reach_matmul(context, node)
+    if kind != "all_gather":
+        reached = reached or any(context.ways_up.path(source, node) for source in node.all_input_nodes)
+    known = op is not None and tensor_of(node) is not None
+    facts = f"{name} makes {describe(node)} of {describe(collective.input)}" if known else name
+    if (group := unknown_group(collective.start)) is not None:
+        told = f"register it with groups={{{group!r}: ...}}"
+        facts = f"{name} over {group!r}, which no process group here is called: {told}"
     return Refusal(reasons.COLLECTIVE_NOT_UNDERSTOOD if reached else reasons.NO_MATMUL, facts)
 
 
@@ -211,8 +243,3 @@ def _results_reach_matmul(context: MatchContext, own: fx.Node) -> bool:
     later = [(source, user) for source in written for user in source.users if context.order[user] > context.order[own]]
     uses = [(result, user) for result in results for user in result.users] + later
     return any(context.ways_down.path(user, source) for source, user in uses)
-
-
-def _inputs_reach_matmul(context: MatchContext, own: fx.Node) -> bool:
-    """True when a matmul leads to what an op reads."""
-    return any(context.ways_up.path(source, own) for source in own.all_input_nodes)

@@ -3,24 +3,16 @@
     mm → view* → all_reduce → wait → view* ┐                       mm → view* ┐
     mm → view* → all_reduce → wait → view* ┴ add → ...   becomes   mm → view* ┴ add → all_reduce → wait → view* → ...
 
-A reduction is linear: `AR(x) + AR(y) = AR(x + y)`, and so is a reduce-scatter whose blocks lie alike. Layers that share
-an input, and each all-reduce their own gradient of it, write such sums (queries, keys and values; gate and up).
-
-Members are chains that could each be fused alone, and differ in their products only. Beside at least one of these,
-other reductions of the kind may be members: what they reduce is added to the products (routed tokens to a shared
-expert's). If only its sum over a dimension is used, that is added (experts' outputs, one by one). The sum after members
-is followed from their results as sums in front of a collective are from products (`propagate`): an addition joins equal
-maps. What else it adds in between, as a residual, is added to the one result.
-
-A sum over a dimension can be done before the reduction, where nothing else of what is reduced is used:
-
-    x → all_reduce → wait → view* → sum over a dimension → ...   is   x → view → sum → all_reduce → wait → ...
+A reduction is linear, and so is a reduce-scatter whose blocks lie alike. Members are chains that could each be fused
+alone, and differ in their products only. Beside one of these, other reductions of the kind may be members: what they
+reduce, or its sum over a dimension if only that is used, is added to the products. What the sum adds in between, as a
+residual, is added to the one result.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -48,23 +40,23 @@ from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.torch_private import symbolic_sizes
 
 
-def summed(
-    context: MatchContext, candidates: Mapping[fx.Node, Candidate], allowed: Callable[[Candidate], bool]
-) -> dict[fx.Node, Candidate]:
+def summed(context: MatchContext, candidates: Mapping[fx.Node, Candidate]) -> dict[fx.Node, Candidate]:
     """Candidates of the reductions that are summed: the last chain of a sum becomes that of all, which others join.
 
-    Args:
-        context: The graph being searched.
-        candidates: Of all gathers and reductions, by collective, in graph order.
-        allowed: True for a candidate whose chain may be fused.
+    `candidates` has those of all gathers and reductions, by collective, in graph order.
     """
-    fused = {node: one for node, one in candidates.items() if allowed(one)}
+    fused = {node: one for node, one in candidates.items() if context.allowed(one)}
     chains = {node: one.chain for node, one in fused.items() if isinstance(one.chain, ScatterChain)}
     owner: dict[fx.Node, object] = {node: one.collective.node for one in fused.values() for node in one.nodes}
-    early = _early_sums(context, candidates, chains.keys())
+    others = {node: _early_sum(context, one.collective) for node, one in candidates.items() if node not in chains}
+    early = {node: one for node, one in others.items() if one is not None}
     places = sorted(map(context.order.__getitem__, chains))
     found: dict[fx.Node, Candidate] = {}
-    for reductions in _by_kind(context, candidates, early):
+    kinds: dict[object, list[fx.Node]] = {}
+    for node, candidate in candidates.items():
+        kinds.setdefault(_kind(context, candidate, early.get(node)), []).append(node)
+    kinds.pop(None, None)  # those that are left alone
+    for reductions in kinds.values():
         if len(reductions) == 1 or chains.keys().isdisjoint(reductions):
             continue
         entries = {early[node].total if node in early else node: node for node in reductions}
@@ -83,12 +75,11 @@ def summed(
             last = chain.collective.node
             own = {node: fused[node].nodes if node in chains else candidates[node].collective.nodes for node in members}
             sum_candidate = _sum_candidate(context, chain, fused[last], own, inside)
-            if allowed(sum_candidate):
+            if context.allowed(sum_candidate):
                 owner |= dict.fromkeys(sum_candidate.nodes, sum_candidate)
-                joining = {node: replace(candidates[node], nodes=own[node]) for node in members}
-                found |= {
-                    node: replace(one, chain=None, refusals=(), joins=sum_candidate) for node, one in joining.items()
-                }
+                for node in members:
+                    one = replace(candidates[node], chain=None, nodes=own[node])
+                    found[node] = replace(one, refusals=(), joins=sum_candidate)
                 found[last] = sum_candidate
     return found
 
@@ -107,25 +98,6 @@ def _sum_candidate(
     return replace(last, chain=replace(chain, after=context.sorted(after)), nodes=nodes)
 
 
-def _by_kind(
-    context: MatchContext, candidates: Mapping[fx.Node, Candidate], early: Mapping[fx.Node, EarlySum]
-) -> Collection[list[fx.Node]]:
-    """The reductions that may be members of one sum, together."""
-    kinds: dict[object, list[fx.Node]] = {}
-    for node, candidate in candidates.items():
-        if (kind := _kind(context, candidate, early.get(node))) is not None:
-            kinds.setdefault(kind, []).append(node)
-    return kinds.values()
-
-
-def _early_sums(
-    context: MatchContext, candidates: Mapping[fx.Node, Candidate], chains: Set[fx.Node]
-) -> dict[fx.Node, EarlySum]:
-    """The sums over a dimension that can be done before reductions without a chain, by reduction."""
-    found = {node: _early_sum(context, one.collective) for node, one in candidates.items() if node not in chains}
-    return {node: early for node, early in found.items() if early is not None}
-
-
 def _kind(context: MatchContext, candidate: Candidate, early: EarlySum | None) -> object:
     """The properties that members of one sum share; None for a reduction that is left alone.
 
@@ -140,7 +112,7 @@ def _kind(context: MatchContext, candidate: Candidate, early: EarlySum | None) -
         return None
     group, sizes = (one.group_key, one.group_size), context.sizes.of(value)
     shape = sizes if one.dim else (product(sizes),)
-    return (one.kind, group, one.reduce_op, one.dim, value.dtype, shape, candidate.weights)
+    return (one.kind, group, one.reduce_op, one.dim, value.dtype, shape, bool(candidate.weights))
 
 
 # --- the sum --------------------------------------------------------------------------------------------------
@@ -189,14 +161,11 @@ def _terms(
     if not all(inside.issuperset(node.users) for node in inside if node is not end):
         return None
     propagation = propagate(context.sorted(inside), sources_of(entered, context.sizes), context.sizes, sums=True)
-    in_place = all(same_strides(node, _first(node, inside)) for node in inside if adds(node))
+    sums = {node: next(term for term in node.all_input_nodes if term in inside) for node in inside if adds(node)}
+    in_place = all(same_strides(node, first) for node, first in sums.items())
     if not (inside <= propagation.maps.keys() and in_place):
         return None
     return {entries.get(node, node): count for node, count in propagation.terms[end].counts.items()}
-
-
-def _first(sum_: fx.Node, inside: Set[fx.Node]) -> fx.Node:
-    return next(term for term in sum_.all_input_nodes if term in inside)
 
 
 # --- its members ----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from asynctp_passes.ir.matmuls import feeds_left_operand, is_matmul
 from asynctp_passes.ir.nodes import is_pointwise, is_random, is_size, mutates, tensor_of, value_of, written_by
 from asynctp_passes.ir.operations import Collective, Matmul
 from asynctp_passes.ir.order import communications, is_opaque, latest_communication
-from asynctp_passes.ir.sizes import Size, Sizes, product, same
+from asynctp_passes.ir.sizes import Size, Sizes, product, same, same_sizes
 from asynctp_passes.ir.traversal import phase_of, reachable, segments
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.propagation import Propagation, is_view, propagate, shares_memory, views_of
@@ -28,20 +28,17 @@ class MatchContext:
     """A graph being searched.
 
     Attributes:
-        graph: The graph.
-        collectives: What it communicates, in order.
-        sizes: Reader of sizes.
-        nodes: The nodes in order.
-        order: Where each of them stands.
+        order: Where each of the nodes stands.
         propagations: For each gather the index maps from its result on, or why nothing can be said about it.
         matmul_of: `read_scaled_result`, each node read once.
         fixed: Gathers whose fused op stands where they do, whatever that costs.
+        allowed: True for a candidate (`chains.Candidate`) whose chain may be fused.
     """
 
-    def __init__(self, graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes) -> None:
-        self.graph = graph
-        self.collectives = collectives
-        self.sizes = sizes
+    def __init__(
+        self, graph: fx.Graph, collectives: Sequence[Collective], sizes: Sizes, allowed: Callable[[Any], bool]
+    ) -> None:
+        self.graph, self.collectives, self.sizes, self.allowed = graph, collectives, sizes, allowed
         self.nodes = list(graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.propagations = {c.node: self._propagation(c) for c in collectives if c.kind == "all_gather"}
@@ -58,7 +55,8 @@ class MatchContext:
         if not in_blocks(gather, sizes, own):
             facts = f"{list(sizes)} is not {gather.group_size} shards of {list(own)} along dimension {gather.dim}"
             return Refusal(reasons.SIZES_NOT_PROVEN, facts)
-        blocks = _moved((gather.group_size, *own), 0, gather.dim)
+        order = [*range(1, gather.dim + 1), 0, *range(gather.dim + 1, len(own) + 1)]
+        blocks = IndexMap.identity((gather.group_size, *own)).permute(order)
         source = IndexMap.identity(sizes) if gather.dim == 0 else blocks.reshape(sizes)
         if isinstance(source, Refusal):
             return source
@@ -172,71 +170,53 @@ class MatchContext:
         return bool(self._gathers_above[node] & self._bits[gather])
 
     @functools.cached_property
-    def _latest(self) -> dict[fx.Node, int]:
-        return latest_communication(self.graph, {one.node for one in self.collectives if one.call is not None})
+    def latest(self) -> dict[fx.Node, int]:
+        """For each node the place of the last communication that it depends on, as `latest_communication`."""
+        return latest_communication(self.graph, self._items)
+
+    @functools.cached_property
+    def _latest_sure(self) -> dict[fx.Node, int]:
+        """`latest`, if no opaque op communicated."""
+        return latest_communication(self.graph, self._items, surely=True)
+
+    @functools.cached_property
+    def _items(self) -> set[fx.Node]:
+        return {one.node for one in self.collectives if one.call is not None}
 
     @functools.cached_property
     def _communications(self) -> list[fx.Node]:
         return communications(self.nodes)
 
-    def until(self, gather: Collective) -> int:
+    def until(self, gather: Collective, *, opaque: bool = True) -> int:
         """The place of the last communication that the fused op of a gather may follow: none after it needs the gather.
 
-        Nor is any of them opaque. Of a `fixed` gather it is the place of its own.
+        Nor is any of them `opaque`, if these count. Of a `fixed` gather it is the place of its own.
         """
-        return self._limit(gather, opaque=True)
-
-    def _limit(self, gather: Collective, opaque: bool) -> int:
-        """`until` of a gather, where opaque ops count or do not."""
-        start = self.order[gather.node]
+        start, stops = self.order[gather.node], self._opaque if opaque else ()
         if gather.node in self.fixed:
             return start
         later = (node for node in self._communications if self.order[node] > start)
-        ends = (
-            self.order[node] for node in later if self.depends(node, gather.node) or (opaque and node in self._opaque)
-        )
+        ends = (self.order[node] for node in later if node in stops or self.depends(node, gather.node))
         return next(ends, len(self.nodes)) - 1
 
     def opaque_passed(self, gather: Collective, node: fx.Node) -> list[fx.Node]:
         """The opaque ops that keep a tensor from being there in time for a gather's fused op; none if others do."""
-        start, last = self.order[gather.node], self._latest[node]
-        found = [one for one in self.opaque if start < self.order[one] <= last]
-        return found if found and self._latest_sure[node] <= self._limit(gather, opaque=False) else []
+        start, last = self.order[gather.node], self.latest[node]
+        found = [one for one in self._opaque if start < self.order[one] <= last]
+        return found if found and self._latest_sure[node] <= self.until(gather, opaque=False) else []
 
     @functools.cached_property
-    def opaque(self) -> list[fx.Node]:
+    def _opaque(self) -> dict[fx.Node, None]:
         """The opaque ops, which may communicate: collectives keep their places among them."""
-        return [node for node in self._communications if is_opaque(node)]
-
-    @functools.cached_property
-    def _opaque(self) -> set[fx.Node]:
-        return set(self.opaque)
-
-    @functools.cached_property
-    def _latest_sure(self) -> dict[fx.Node, int]:
-        """`_latest`, if no opaque op communicated."""
-        items = {one.node for one in self.collectives if one.call is not None}
-        return latest_communication(self.graph, items, surely=True)
-
-    def comes_by(self, place: int, node: fx.Node) -> bool:
-        """True for a tensor that depends on no communication after a place in the graph."""
-        return self._latest[node] <= place
-
-    def last_needed(self, nodes: Iterable[fx.Node]) -> int:
-        """The place of the last communication that some tensors depend on."""
-        return max((self._latest[node] for node in nodes), default=-1)
-
-    def rows_and_columns(self, operand: IndexMap, node: fx.Node) -> IndexMap | Refusal:
-        """The map of a matmul's left operand as a matrix: all dimensions but the last are rows."""
-        *rows, width = self.sizes.of(value_of(node))
-        return operand if len(rows) == 1 else operand.reshape((product(rows), width))
+        return dict.fromkeys(filter(is_opaque, self._communications))
 
     def can_add(self, a: Matmul, b: Matmul) -> bool:
         """True for products of one shape, dtype and kind, which an op can add."""
         one, other = value_of(a.node), value_of(b.node)
         (*lines, columns), (*other_lines, other_columns) = self.sizes.of(one), self.sizes.of(other)
         one_shape = same(product(lines), product(other_lines)) and same(columns, other_columns)
-        return one.dtype == other.dtype and one_shape and _same_kind(a, b)
+        scaled = [None if m.scaled is None else (m.scaled.out_dtype, m.scaled.use_fast_accum) for m in (a, b)]
+        return one.dtype == other.dtype and one_shape and scaled[0] == scaled[1]
 
     def sorted(self, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         """Nodes in graph order, without repetition."""
@@ -246,7 +226,7 @@ class MatchContext:
 def in_blocks(collective: Collective, whole: Sequence[Size], part: Sequence[Size]) -> bool:
     """True when the sizes of a whole are those of its parts, one a rank along the collective's dimension."""
     parts = [size * collective.group_size if axis == collective.dim else size for axis, size in enumerate(part)]
-    return len(whole) == len(parts) and all(same(a, b) for a, b in zip(whole, parts, strict=True))
+    return same_sizes(whole, parts)
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -267,16 +247,3 @@ def frozen(argument: Any, key_of: Callable[[fx.Node], Any]) -> Any:
     if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):  # they have no hash
         return type(argument), argument.node.expr
     return (type(argument), argument.hex() if isinstance(argument, float) else argument)
-
-
-def _moved(shape: Sequence[Size], source: int, dest: int) -> IndexMap:
-    """The map of a tensor of this shape with dimension `source` moved to `dest`."""
-    order = [axis for axis in range(len(shape)) if axis != source]
-    order.insert(dest, source)
-    return IndexMap.identity(shape).permute(order)
-
-
-def _same_kind(a: Matmul, b: Matmul) -> bool:
-    if a.scaled is None or b.scaled is None:
-        return a.scaled is b.scaled
-    return (a.scaled.out_dtype, a.scaled.use_fast_accum) == (b.scaled.out_dtype, b.scaled.use_fast_accum)

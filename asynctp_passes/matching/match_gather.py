@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,10 +17,9 @@ from asynctp_passes.layout.placement import GatherPlacement
 from asynctp_passes.layout.propagation import Propagation
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate, GatherChain, RowNumbers
-from asynctp_passes.matching.hoist import chains_of
+from asynctp_passes.matching.hoist import PlacedMatmul, chains_of, placed_matmuls, placed_scales
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.missed_gather import missed_gather
-from asynctp_passes.matching.placed_matmuls import PlacedMatmul, placed_matmuls, placed_scales
 from asynctp_passes.matching.scaled_epilogue import scalings
 from asynctp_passes.matching.shard_region import ShardRegion
 from asynctp_passes.reasons import Refusal
@@ -30,9 +29,7 @@ _Searched = tuple[ShardRegion, list[PlacedMatmul], dict[fx.Node, Refusal]]
 """A region, those of its matmuls that may be fused, and what `placed_matmuls` says of other matmuls."""
 
 
-def match_gather(
-    context: MatchContext, gather: Collective, wanted: set[fx.Node], allowed: Callable[[Candidate], bool]
-) -> Candidate:
+def match_gather(context: MatchContext, gather: Collective, wanted: set[fx.Node]) -> Candidate:
     """A gather with its chain, the first that is allowed if there are several.
 
     What is computed of the gathered tensor is hoisted where no view of it will do.
@@ -57,7 +54,7 @@ def match_gather(
     first = next(found, None)
     if first is None:
         return missed_gather(region, {**missed, **late}, refused, followed)
-    return first if allowed(first) else next(filter(allowed, found), first)
+    return first if context.allowed(first) else next(filter(context.allowed, found), first)
 
 
 def _with_chains(
@@ -98,7 +95,7 @@ def candidate_of(context: MatchContext, chain: GatherChain, left_out: Iterable[s
 
 def following(context: MatchContext, chain: GatherChain) -> GatherChain:
     """The chain with the communication, after its own, that it has to follow."""
-    last = context.last_needed(chain.needs)
+    last = max((context.latest[node] for node in chain.needs), default=-1)
     return replace(chain, follows=context.nodes[last]) if last > context.order[chain.collective.node] else chain
 
 
@@ -106,10 +103,8 @@ def _left_out(
     context: MatchContext, chain: GatherChain, placed: Iterable[PlacedMatmul], missed: Mapping[fx.Node, Refusal]
 ) -> tuple[str, ...]:
     """Notes on other matmuls of the gathered tensor, which the fused op returns to them unless its gather stays."""
-    fused, use_gather = (
-        {matmul.node for matmul in chain.matmuls},
-        () if chain.hoist is None else chain.hoist.still_needed_by,
-    )
+    fused = {matmul.node for matmul in chain.matmuls}
+    use_gather = () if chain.hoist is None else chain.hoist.still_needed_by
     others = [one.matmul.node for one in placed if one.matmul.node not in fused and one.matmul.node not in use_gather]
     takers = [*others, *(node for node, refusal in missed.items() if refusal.reason.serves_others)]
     gradients = [node.name for node in context.sorted(takers) if contracts_rows(node) and node not in use_gather]
@@ -122,10 +117,8 @@ def _left_out(
     known = [one for node, one in missed.items() if not (one.reason.serves_others and contracts_rows(node))]
     facts = [f"{refusal.reason.name} ({refusal.facts})" for refusal in known]
     told = {*fused, *others, *missed, *use_gather}
-    facts += [
-        f"{way[-1].name}, which it reaches by {near_miss.names(way)}, is not fused"
-        for way in _other_ways(context, chain, told)
-    ]
+    ways = _other_ways(context, chain, told)
+    facts += [f"{way[-1].name}, which it reaches by {near_miss.names(way)}, is not fused" for way in ways]
     taken = [f"the same gather serves the weight gradients {', '.join(gradients)}"]
     return (*(taken if gradients else ()), *notes, *facts)
 

@@ -14,14 +14,24 @@ from torch import fx
 from asynctp_passes import reasons
 from asynctp_passes.ir.crossings import product_of
 from asynctp_passes.ir.matmuls import added_matrix, contracts_rows, is_matmul
-from asynctp_passes.ir.nodes import dtype_of, handed_on_by, is_size, nodes_in, op_name, tensor_of, traits_of, value_of
+from asynctp_passes.ir.nodes import (
+    dtype_of,
+    handed_on_by,
+    is_number,
+    is_size,
+    nodes_in,
+    op_name,
+    tensor_of,
+    traits_of,
+    value_of,
+)
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.operations import Collective, Matmul, nodes_of
 from asynctp_passes.ir.sizes import Size, product, quotient, same
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import ScatterPlacement, incomplete, locate_scatter
-from asynctp_passes.layout.propagation import Propagation, is_sum, is_view, propagate, sources_of, views_of
+from asynctp_passes.layout.propagation import is_sum, is_view, propagate, sources_of, views_of
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate, ScatterChain, Term
 from asynctp_passes.matching.cut_rows import held
@@ -38,32 +48,35 @@ def match_reduction(context: MatchContext, scatter: Collective) -> Candidate:
     matmul_nodes = context.sorted(leaf for leaf in leaves if context.matmul_of(leaf) is not None)
     way = _way_up(context, scatter, leaves)
     statistics = _is_of_statistics(scatter, [*region, *way])
+    looked_up = {node for node in region if traits_of(node).view is View.PICK}  # the table may come from anywhere
     chain = (
         _scatter_chain(context, scatter, region, matmul_nodes, padding)
         if matmul_nodes and not statistics
-        else _near_scatter(context, scatter, _looked_up(region) or leaves, [] if statistics else way)
+        else _near_scatter(context, scatter, looked_up or leaves, [] if statistics else way)
     )
     if isinstance(chain, Refusal):
-        trimmed = chain.reason is reasons.PIECES_MISSING
-        if trimmed and (pad := _padding(leaf for leaf in matmul_nodes if is_matmul(leaf))) is not None:
-            chain = Refusal(reasons.MATMUL_PADDED, pad)
+        operands = (source for leaf in matmul_nodes if is_matmul(leaf) for source in leaf.all_input_nodes)
+        padded = next((one.name for one in operands if traits_of(one).view is View.PAD), None)
+        if chain.reason is reasons.PIECES_MISSING and padded is not None:
+            chain = Refusal(reasons.MATMUL_PADDED, padded)
         if scatter.kind == "all_reduce" and chain.reason.in_scope:
             parts = (node for node in context.sorted(region) if gathers_by_sum(context, node, scatter.group_size))
             if (part := next(parts, None)) is not None:
                 facts = f"{part.name} puts a part among zeros, so that the sum gathers the parts of all ranks"
                 chain = Refusal(reasons.VIEW_NOT_UNDERSTOOD, facts)
+        backward = phase_of(context.graph) == "backward"
         slices = scatter.kind == "reduce_scatter" and any(traits_of(node).view is View.WRITE for node in region)
-        if chain.reason is reasons.VIEW_NOT_UNDERSTOOD and slices and phase_of(context.graph) == "backward":
+        if chain.reason is reasons.VIEW_NOT_UNDERSTOOD and slices and backward:
             chain = Refusal(chain.reason, f"{chain.facts}: where the program takes a slice, gather that by itself")
         others = context.sorted(leaves.difference(matmul_nodes))
         if chain.reason is reasons.SUM_HAS_OTHER_TERM and others:
             chain = Refusal(chain.reason, f"{chain.facts}; no matmul: {near_miss.callers(others)}")
         shown = [*region, *matmul_nodes, *scatter.nodes, *way] if chain.reason.in_scope else scatter.results
-        gradient = _is_gradient(context, scatter)
-        weights = gradient or _reduces_weights(context, scatter, shown)
+        gradient = backward and not context.parameters.isdisjoint(views_of(scatter.results))
+        weights = _weights_of(context, scatter, shown, gradient)
         return Candidate(scatter, None, (chain,), context.sorted(shown), weights=weights, may_be_weights=gradient)
     nodes = context.sorted([*chain.views, *nodes_of(chain.matmuls), *scatter.nodes])
-    return Candidate(scatter, chain, (), nodes, weights=_reduces_weights(context, scatter, nodes))
+    return Candidate(scatter, chain, (), nodes, weights=_weights_of(context, scatter, nodes))
 
 
 def _scatter_chain(
@@ -77,9 +90,10 @@ def _scatter_chain(
 
     With a `padding`, the tensor that is padded has to be such a sum, in the order of the matmuls' results.
     """
-    matmuls = _read_terms(context, matmul_nodes)
-    if isinstance(matmuls, Refusal):
-        return matmuls
+    read = [context.matmul_of(node) for node in matmul_nodes]
+    if (unread := next((one for one in read if isinstance(one, Refusal)), None)) is not None:
+        return unread
+    matmuls = [one for one in read if isinstance(one, Matmul)]
     alike = _most_alike(context, matmuls)
     out = value_of(alike[0].node)
     *lines, columns = context.sizes.of(out)
@@ -92,12 +106,11 @@ def _scatter_chain(
     propagation = propagate(nodes, sources_of(sources, context.sizes), context.sizes, sums=True)
     end = scatter.source if padding is None else padding.source
     index_map = propagation.maps.get(end)
-    others = (one for one in matmuls if one not in alike and added_matrix(one.node) is not None)  # with other terms
-    odd = next(
-        (Refusal(reasons.SUM_TERMS_DISAGREE, f"{alike[0].node.name} and {one.node.name}") for one in others), None
-    )
+    others = [one for one in matmuls if one not in alike and added_matrix(one.node) is not None]  # with other terms
+    odd = Refusal(reasons.SUM_TERMS_DISAGREE, f"{alike[0].node.name} and {others[0].node.name}") if others else None
     if index_map is None:
-        refusal = _first_refusal(propagation, nodes, scatter)
+        unknown = Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"the input of {scatter.node.name}")
+        refusal = next((propagation.refused[node] for node in nodes if node in propagation.refused), unknown)
         if refusal.reason is not reasons.TAKEN_IN_PARTS:
             return odd or refusal
         weights = {held(one.b, context.sizes) for one in matmuls}
@@ -122,19 +135,16 @@ def _scatter_chain(
     terms = propagation.terms[end]
     summed = tuple(replace(matmul, factor=terms.counts[matmul.node]) for matmul in alike)
     own = {matmul.node for matmul in alike}
-    inside = {
-        node for node in nodes if node in propagation.terms and not own.isdisjoint(propagation.terms[node].counts)
-    }
+    followed = (node for node in nodes if node in propagation.terms)
+    inside = {node for node in followed if not own.isdisjoint(propagation.terms[node].counts)}
     inside.update(() if padding is None else padding.nodes)
     elsewhere = _outside_users(scatter, inside, alike)
     if elsewhere is not None:
         return Refusal(reasons.PRODUCT_HAS_OTHER_USERS, elsewhere)
     added = tuple(Term(node, terms.counts[node]) for node in context.sorted(terms.counts.keys() - own))
     converted = sum_dtype if sum_dtype != out.dtype else None
-    chain = ScatterChain(
-        scatter, summed, index_map, placement, context.sorted(inside - own), converted, added, terms.factor
-    )
-    return replace(chain, padding=padding)
+    how = (index_map, placement, context.sorted(inside - own), converted, added, terms.factor)
+    return ScatterChain(scatter, summed, *how, padding=padding)
 
 
 def _region(context: MatchContext, end: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -146,7 +156,7 @@ def _region(context: MatchContext, end: fx.Node) -> tuple[set[fx.Node], set[fx.N
         node = stack.pop()
         if node in region or node in leaves:
             continue
-        sources = [source for source in node.all_input_nodes if _holds_tensors(source)]
+        sources = [source for source in node.all_input_nodes if not is_number(source)]
         sources = sources[:1] if traits_of(node).view is View.PICK else sources
         follows = (is_view(node) or is_sum(node)) and handed_on_by(node) is None
         if follows and sources and context.matmul_of(node) is None:
@@ -156,11 +166,6 @@ def _region(context: MatchContext, end: fx.Node) -> tuple[set[fx.Node], set[fx.N
             leaves.add(node)
             stack.extend(source for source in [added_matrix(node)] if source is not None)
     return region, leaves
-
-
-def _holds_tensors(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor | tuple | list | dict) or value is None
 
 
 def _placement(
@@ -180,9 +185,8 @@ def _blocks_first(context: MatchContext, scatter: Collective, index_map: IndexMa
         return Refusal(reasons.SHAPE_UNKNOWN, scatter.node.name)
     sizes, dim = context.sizes.of(value), scatter.dim
     if not in_blocks(scatter, sizes, context.sizes.of(part)):
-        return Refusal(
-            reasons.SIZES_NOT_PROVEN, f"{list(part.shape)} is not a part of {list(sizes)} along dimension {dim}"
-        )
+        facts = f"{list(part.shape)} is not a part of {list(sizes)} along dimension {dim}"
+        return Refusal(reasons.SIZES_NOT_PROVEN, facts)
     if dim == 0:
         return index_map
     inner = quotient(sizes[dim], scatter.group_size)
@@ -192,18 +196,6 @@ def _blocks_first(context: MatchContext, scatter: Collective, index_map: IndexMa
     if isinstance(blocks, Refusal):
         return blocks
     return blocks.permute([dim, *(axis for axis in range(len(sizes) + 1) if axis != dim)])
-
-
-def _read_terms(context: MatchContext, matmul_nodes: Sequence[fx.Node]) -> tuple[Matmul, ...] | Refusal:
-    """Read the matmuls of a sum."""
-    matmuls: list[Matmul] = []
-    for node in matmul_nodes:
-        matmul = context.matmul_of(node)
-        assert matmul is not None
-        if isinstance(matmul, Refusal):
-            return matmul
-        matmuls.append(matmul)
-    return tuple(matmuls)
 
 
 def _most_alike(context: MatchContext, matmuls: Sequence[Matmul]) -> list[Matmul]:
@@ -241,39 +233,21 @@ def _takes_once(scatter: Collective, user: fx.Node, node: fx.Node) -> bool:
     return user is (scatter.call or scatter.node) and node is scatter.input and taken.count(node) == 1
 
 
-def _reduces_weights(context: MatchContext, collective: Collective, nodes: Iterable[fx.Node]) -> bool:
-    """True when the reduced tensor looks like a parameter's gradient.
+def _weights_of(context: MatchContext, one: Collective, nodes: Iterable[fx.Node], gradient: bool = False) -> str:
+    """The evidence that the reduced tensor is a parameter's gradient; empty without any.
 
     It is a vector, or each matmul that it comes from contracts over rows, and no matmul goes on with it: that would
-    make it an activation, whatever its strides.
+    make it an activation, whatever its strides. Or it is returned as a `gradient`.
     """
-    matmul_nodes = [node for node in nodes if is_matmul(node)]
-    if near_miss.is_vector(collective.input):
-        return True
-    return (
-        bool(matmul_nodes) and all(map(contracts_rows, matmul_nodes)) and collective.node not in context.above_matmuls
-    )
-
-
-def _is_gradient(context: MatchContext, collective: Collective) -> bool:
-    """True in a backward that returns what is reduced as a parameter's gradient."""
-    return phase_of(context.graph) == "backward" and not context.parameters.isdisjoint(views_of(collective.results))
-
-
-def _first_refusal(propagation: Propagation, region: Sequence[fx.Node], scatter: Collective) -> Refusal:
-    refused = next((propagation.refused[node] for node in region if node in propagation.refused), None)
-    return refused or Refusal(reasons.VIEW_NOT_UNDERSTOOD, f"the input of {scatter.node.name}")
-
-
-def _padding(matmuls: Iterable[fx.Node]) -> str | None:
-    """The padding of an operand of these matmuls, if one is padded."""
-    operands = (source for matmul in matmuls for source in matmul.all_input_nodes)
-    return next((node.name for node in operands if traits_of(node).view is View.PAD), None)
-
-
-def _looked_up(region: Iterable[fx.Node]) -> set[fx.Node]:
-    """The ops that pick rows of a tensor, as of a table of embeddings: where that comes from makes no difference."""
-    return {node for node in region if traits_of(node).view is View.PICK}
+    matmul_nodes = context.sorted(filter(is_matmul, nodes))
+    if near_miss.is_vector(one.input):
+        return "a vector"
+    if gradient:
+        return f"{one.node.name} is returned as a parameter's gradient"
+    if not matmul_nodes or not all(map(contracts_rows, matmul_nodes)) or one.node in context.above_matmuls:
+        return ""
+    names = ", ".join(node.name for node in matmul_nodes)
+    return f"by strides, the left operand of {names} is transposed, and no matmul follows"
 
 
 def _near_scatter(context: MatchContext, scatter: Collective, leaves: set[fx.Node], way: Sequence[fx.Node]) -> Refusal:

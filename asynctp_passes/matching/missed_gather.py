@@ -1,16 +1,9 @@
 """Say why a gather has no chain: the matmuls that its result reaches all the same, and what is on the way. Pure.
 
-A gather may also be an all-to-all: each rank keeps its own piece of every shard:
-
-    shard → all_gather → wait → view* → split into one piece a rank → this rank's piece
-
-DTensor moves a sharding to another dimension so on CPU, where gloo has no all-to-all; on GPUs it calls one collective.
-A program may also take a piece that is the same on all ranks, and drop the rest. One rank's graph shows the difference
-only by the number of the piece, so that a chain counts as an all-to-all on CPU alone, where nothing overlaps.
-
-And it may be taken in parts, which together are all of it:
-
-    shard → all_gather → wait → view* → {slice, split}+ → ...
+A gather may also be an all-to-all, `shard → all_gather → wait → view* → split → this rank's piece`. DTensor moves a
+sharding to another dimension so on CPU, where gloo has no all-to-all. A program may also take a piece that is the same
+on all ranks, and one rank's graph does not show the difference. So it counts as an all-to-all on CPU alone, where
+nothing overlaps.
 """
 
 from __future__ import annotations
@@ -57,29 +50,30 @@ def missed_gather(
         return Candidate(gather, None, (refusal,), gather.results)  # what follows has other names on other ranks
     misses = [_Miss(why, (*sort(region.views_to(matmul.all_input_nodes)), matmul)) for matmul, why in own.items()]
     misses = [_named(gather, region, miss) for miss in (*misses, *_near_gather(region, refused))]
-    if any(miss.refusal.reason is reasons.PIECES_MISSING for miss in misses) and (
-        parts := _in_all_parts(region, computed)
-    ):
-        misses = [_in_parts(miss, parts) for miss in misses]
+    missing = [miss for miss in misses if miss.refusal.reason is reasons.PIECES_MISSING]
+    if missing and (parts := _in_all_parts(region, computed)):
+        misses = [replace(miss, refusal=parts) if miss in missing else miss for miss in misses]
     misses.sort(key=lambda miss: miss.refusal.reason.rank)
     nodes = sort([*gather.results, *misses[0].nodes])
     given = _given(gather.source)
-    may_be = given is not None and misses[0].refusal not in own.values()
-    weights = (
-        misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND
-        or near_miss.is_vector(gather.input)
-        or (given is not None and _computes_with_rows(misses[0].nodes))
-        or (may_be and given in region.context.parameters)
-    )
+    may_be, weights = given is not None and misses[0].refusal not in own.values(), ""
+    if near_miss.is_vector(gather.input):
+        weights = "a vector"
+    elif misses[0].refusal.reason is reasons.GATHER_IS_RIGHT_OPERAND:
+        weights = f"the right operand of {misses[0].nodes[-1].name}"
+    elif given is not None and (picks := _computes_with_rows(misses[0].nodes)):
+        weights = f"{picks} picks rows of an input of the graph"
+    elif may_be and given in region.context.parameters:
+        weights = f"{nodes[-1].name} is of a parameter"
     refusals = tuple(miss.refusal for miss in misses)
     return Candidate(gather, None, refusals, nodes, weights=weights, may_be_weights=may_be)
 
 
-def _computes_with_rows(way: Sequence[fx.Node]) -> bool:
-    """True for a way on which rows of a matrix are looked up, and more is computed before they are multiplied."""
-    picked = (tensor_of(first_tensor(node)) for node in way if traits_of(node).view is View.PICK)
-    looked_up = any(value is not None and value.dim() == 2 for value in picked)
-    return looked_up and not all(is_view(node) or is_matmul(node) for node in way)
+def _computes_with_rows(way: Sequence[fx.Node]) -> str:
+    """The op by which rows of a matrix are looked up on a way, if more is computed before they are multiplied."""
+    tables = {node.name: tensor_of(first_tensor(node)) for node in way if traits_of(node).view is View.PICK}
+    looked_up = next((name for name, value in tables.items() if value is not None and value.dim() == 2), "")
+    return "" if all(is_view(node) or is_matmul(node) for node in way) else looked_up
 
 
 def _given(node: fx.Node) -> fx.Node | None:
@@ -129,38 +123,26 @@ def _cuts_last_shard(node: fx.Node, gather: Collective, whole: IndexMap, sizes: 
     return axis is not None and isinstance(found, RankPlacement) and found.dim == axis
 
 
-def _in_parts(miss: _Miss, parts: Refusal) -> _Miss:
-    """A miss for want of rows that others take is one for rows in parts."""
-    return replace(miss, refusal=parts) if miss.refusal.reason is reasons.PIECES_MISSING else miss
-
-
 def _near_gather(region: ShardRegion, refused: Mapping[fx.Node, Refusal]) -> list[_Miss]:
     """Why a gather that feeds no provable matmul does not, if it reaches one at all.
 
     `refused` says of nodes why they cannot be computed on the shard.
     """
     context, propagation = region.context, region.context.propagation_of(region.gather)
-    reached: list[_Miss] = []
-    scaled: list[_Miss] = []
-    mixed: list[_Miss] = []
+    reached, scaled, mixed = list[_Miss](), list[_Miss](), list[_Miss]()
     uses = [(source, past) for source, user in propagation.uses() for past in users_past(user, source)]
     for source, node in uses:
         if is_matmul(node):  # matmuls next to a view have been judged
             continue
         if near_miss.only_scales(context.scalings, node):
             scaled.append(_Miss(Refusal(reasons.GATHERED_SCALE, node.name), (node,)))
-        elif way := _way_to_matmul(context, source, node):
+        elif way := context.rows_down.path(node, source) if near_miss.carries(node, source) else []:
             refusal = next((refused[step] for step in way if step in refused), propagation.refused.get(node))
             others = near_miss.by_others(way)
             why = Refusal(reasons.NOT_ROWWISE, f"{near_miss.names(way)}; {others}") if others else None
             found = _Miss(why or _on_the_way(way, refusal), (*context.sorted(region.views_to([source])), *way))
             (mixed if others else reached).append(found)
     return reached or scaled[:1] or mixed or [_Miss(_goes_elsewhere(context, region.gather, propagation))]
-
-
-def _way_to_matmul(context: MatchContext, source: fx.Node, node: fx.Node) -> list[fx.Node]:
-    """The way from a use of a gathered tensor to a matmul; empty without one."""
-    return context.rows_down.path(node, source) if near_miss.carries(node, source) else []
 
 
 def _goes_elsewhere(context: MatchContext, gather: Collective, propagation: Propagation) -> Refusal:
@@ -216,7 +198,10 @@ def _own_piece(gather: Collective, propagation: Propagation, sizes: Sizes) -> fx
     splits = (node for node in propagation.pieces if traits_of(node).view is View.SPLIT)
     pieces = (_only_piece(node) for node in splits if _cuts_every_shard(node, gather, propagation, sizes))
     own = next((piece for piece in pieces if piece is not None and piece.args[1] == rank), None)
-    if own is None or not _is_copied(own):
+    if own is None:
+        return None
+    copies = (traits_of(user).view is View.SAME and traits_of(user).copies for user in own.users if not is_size(user))
+    if not (symbolic_sizes.is_contiguous(value_of(own)) or all(copies)):  # DTensor returns it so, or a copy
         return None
     kept = {own, *views_of([own])}
     return own if all(source in kept for source, _ in propagation.uses()) else None
@@ -240,10 +225,3 @@ def _only_piece(split: fx.Node) -> fx.Node | None:
     items = [user for user in split.users if op_name(user) == "getitem"]
     taken = [item for item in items if item.users]
     return taken[0] if len(taken) == 1 and len(items) == len(split.users) else None
-
-
-def _is_copied(piece: fx.Node) -> bool:
-    """True for a piece that is contiguous, or only used as a contiguous copy: that is how DTensor returns it."""
-    value = tensor_of(piece)
-    copies = (traits_of(user).view is View.SAME and traits_of(user).copies for user in piece.users if not is_size(user))
-    return value is not None and (symbolic_sizes.is_contiguous(value) or all(copies))

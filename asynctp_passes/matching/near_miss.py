@@ -1,13 +1,10 @@
 """Near misses: collectives that reach a matmul only through ops that change values.
 
-Those are where a user loses time and does not learn of it, so they are reported as MISSED, with the way from one to the
-other. Ops that a collective is still 'next to' a matmul through are views, pointwise ops, casts, reductions, norms and
-the like, and ops that are registered to be row-wise.
-
-An unknown op of another library counts as well, if it returns as many rows as it takes. So that nothing is silent, a
-way goes on through torch's other ops of as many rows, and unknown ones of as many columns, though there may be no
-chain. One that is registered as local, and not as row-wise, ends it: its user has said that it mixes rows. Attention,
-convolutions and recurrent layers multiply by themselves, and end it too. Names tell nothing.
+They are reported as MISSED, with the way from one to the other. Ops that a collective is still 'next to' a matmul
+through are views, pointwise ops, casts, reductions, norms and the like, and ops that are registered to be row-wise. An
+unknown op of another library counts as well, if it returns as many rows as it takes. So that nothing is silent, a way
+goes on through torch's other ops of as many rows, and unknown ones of as many columns. An op that is registered as
+local, and not as row-wise, ends it, and so does one that multiplies by itself, as attention.
 
 Rows flow on, not what is put to them: a mask, a factor or a bias that is smaller than the rows it meets.
 """
@@ -42,34 +39,9 @@ from asynctp_passes.ir.nodes import (
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.order import opaque_ops, surely_starts
 from asynctp_passes.ir.registry import can_promise, contracts, normalizes, promise_of, schema_name
-from asynctp_passes.ir.sizes import identical
+from asynctp_passes.ir.sizes import identical, same_sizes
 from asynctp_passes.layout.propagation import is_view
 from asynctp_passes.torch_private import torch_ops, triton_kernels
-
-__all__ = [
-    "Ways",
-    "absent",
-    "by_others",
-    "callers",
-    "carries",
-    "inputs_next_to",
-    "is_other",
-    "is_registered_rowwise",
-    "is_vector",
-    "known_rowwise",
-    "looks_up",
-    "names",
-    "only_scales",
-    "picks_one_a_row",
-    "quantizes",
-    "reduces",
-    "sources_of",
-    "takers_of",
-    "to_register",
-    "transparent",
-    "unknown",
-    "users_next_to",
-]
 
 
 def transparent(node: fx.Node) -> bool:
@@ -79,11 +51,6 @@ def transparent(node: fx.Node) -> bool:
     """
     known = is_view(node) or is_pointwise(node) or reduces(node) or normalizes(called_name(node))
     return known or handed_on_by(node) is not None
-
-
-def looks_up(node: fx.Node, numbers: fx.Node) -> bool:
-    """True for an op that picks rows of another tensor by these numbers."""
-    return traits_of(node).view is View.PICK and first_tensor(node) is not numbers
 
 
 def users_next_to(node: fx.Node) -> Iterable[fx.Node]:
@@ -127,8 +94,8 @@ def _inputs_of(node: fx.Node) -> list[fx.Node]:
 
 def carries(user: fx.Node, source: fx.Node) -> bool:
     """True where an op makes rows of the rows of a tensor, which is not only put to those of another one."""
-    values = values_of(source)
-    if looks_up(user, source) or (values and all(value.dtype == torch.bool for value in values)):
+    values, looks_up = values_of(source), traits_of(user).view is View.PICK and first_tensor(user) is not source
+    if looks_up or (values and all(value.dtype == torch.bool for value in values)):
         return False
     if is_other(user):
         return source in _sources_of_rows(user, kept=False, used_later=True)
@@ -150,11 +117,11 @@ def is_other(node: fx.Node) -> bool:
 def _is_beside(node: fx.Node, operand: fx.Node) -> bool:
     """True for an operand of a pointwise op that is smaller than another one, or has a number for each of its rows."""
     own, whole = tensor_of(operand), tensor_of(node)
-    if own is None or whole is None or not is_pointwise(node) or _same(_sizes(own), _sizes(whole)):
+    if own is None or whole is None or not is_pointwise(node) or same_sizes(_sizes(own), _sizes(whole)):
         return False
     narrow = not _sizes(own) or (identical(own.shape[-1], 1) and not identical(whole.shape[-1], 1))
     others = (tensor_of(other) for other in node.all_input_nodes if other is not operand)
-    return narrow or any(_same(_sizes(other), _sizes(whole)) for other in others if other is not None)
+    return narrow or any(same_sizes(_sizes(other), _sizes(whole)) for other in others if other is not None)
 
 
 def _sizes(value: torch.Tensor) -> tuple[Any, ...]:
@@ -184,7 +151,8 @@ def _sources_of_rows(node: fx.Node, kept: bool = True, used_later: bool = False)
 
     def fits(value: torch.Tensor, other: torch.Tensor) -> bool:
         others = not kept and (identical(value.shape[-1], other.shape[-1]) or identical(value.numel(), other.numel()))
-        return others or _same(_rows(value), _rows(other))
+        rows, other_rows = _rows(value), _rows(other)
+        return others or (rows is not None and other_rows is not None and same_sizes(rows, other_rows))
 
     found = [source for source, value in sources if any(fits(value, other) for other in results)]
     return found or [source for source, _ in sources if results and not kept]
@@ -200,10 +168,6 @@ def _rows(value: Any) -> tuple[Any, ...] | None:
     if not (value.is_floating_point() or value.is_complex() or value.dtype in (torch.int8, torch.uint8)):
         return None
     return None if identical(value.shape[-1], 1) else tuple(value.shape[:-1])
-
-
-def _same(rows: tuple[Any, ...] | None, other: tuple[Any, ...] | None) -> bool:
-    return rows is not None and other is not None and len(rows) == len(other) and all(map(identical, rows, other))
 
 
 def reduces(node: fx.Node) -> bool:
@@ -224,10 +188,8 @@ def _is_one_a_row(node: fx.Node | None) -> bool:
 class Ways:
     """The shortest ways to matmuls, of those with the fewest ops that nothing makes row-wise.
 
-    Args:
-        nodes: The nodes of a graph, each after all that `step` leads to from it.
-        step: The users or the inputs of a node that a way goes on to; none where it ends.
-        arrives: Whether a way ends at a matmul, where it comes from a node next to that.
+    `nodes` has each node after all that `step` leads to from it: users or inputs, none where a way ends. `arrives`
+    tells whether a way ends at a matmul, where it comes from a node next to that.
     """
 
     def __init__(
@@ -312,15 +274,13 @@ def unknown(nodes: Sequence[fx.Node]) -> str:
 
 def by_others(way: Iterable[fx.Node]) -> str:
     """The ops along a way that nothing makes row-wise, for people; empty without any."""
-    told = dict.fromkeys(_told_of_other(node) for node in way if is_other(node))
+    told = dict[str, None]()
+    for node in filter(is_other, way):
+        name = called_name(node)
+        known = f"{name} may make a row of several"
+        other = f'{name} returns other rows than it takes: register_local("{schema_name(name)}"), if it mixes rows'
+        told[other if _is_unknown(node) else known] = None
     return "; ".join(told)
-
-
-def _told_of_other(node: fx.Node) -> str:
-    name = called_name(node)
-    if not _is_unknown(node):
-        return f"{name} may make a row of several"
-    return f'{name} returns other rows than it takes: register_local("{schema_name(name)}"), if it mixes rows'
 
 
 def ordered_on(way: Iterable[fx.Node]) -> str:

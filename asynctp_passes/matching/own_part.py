@@ -17,7 +17,7 @@ from asynctp_passes.ir.collectives import rank_of
 from asynctp_passes.ir.nodes import is_pointwise, is_random, is_size, mutates, tensor_of, traits_of, value_of
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.operations import Collective
-from asynctp_passes.ir.sizes import Size, express, product, quotient, same
+from asynctp_passes.ir.sizes import Size, express, product, quotient, same, same_sizes
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import arranged, incomplete, locate_scatter
 from asynctp_passes.layout.propagation import propagate, views_of
@@ -50,15 +50,15 @@ def own_part(context: MatchContext, collective: Collective) -> OwnPart | None:
     shape = (count,) if rows is None else (rows, *sizes[1:])
     views = context.sorted(part.views.keys() - set(collective.results))
     found = OwnPart(rank, shape, context.sorted(part.ends), views, part.by_place)
-    return found if _is_expressible(context, collective, found) else None
+    sources = context.sizes.sources([collective.source])
+    shapes = [shape, *(context.sizes.of(value_of(end)) for end in (*found.ends, node))]
+    return found if all(express(size, sources) is not None for shape in shapes for size in shape) else None
 
 
 class _Part:
     """A search for all that uses a sum: from node to node, until these are of a rank's part alone.
 
-    Attributes:
-        taken: There are such nodes.
-        ends, views, by_place: As of `OwnPart`.
+    `taken` tells that there are such nodes. `ends`, `views` and `by_place` are those of `OwnPart`.
     """
 
     def __init__(self, context: MatchContext, collective: Collective, start: Size, count: Size) -> None:
@@ -97,8 +97,8 @@ class _Part:
                     if not (user in maps.maps and self._takes(user, maps.maps[user], source is own.node)):
                         stack.append(user)
                         self.views |= {user: None} if source is own.node else {}
-                    elif _sees_storage(user):
-                        return False
+                    elif any(traits_of(one).view is View.OPAQUE for one in views_of([user])):
+                        return False  # it says itself where in memory it takes elements from
                 elif node not in maps.maps or not self._computes(user, node, maps.maps[node]):
                     return False
         return True
@@ -126,8 +126,7 @@ class _Part:
             return False
         before, after = (self._context.sizes.of(one) for one in (value_of(operand), value))
         self.by_place = True
-        alike = len(before) == len(after) and all(map(same, before, after))
-        return alike and self._computed.setdefault(node, index_map) == index_map
+        return same_sizes(before, after) and self._computed.setdefault(node, index_map) == index_map
 
 
 def scattered(context: MatchContext, candidate: Candidate, part: OwnPart) -> Candidate | None:
@@ -145,15 +144,3 @@ def scattered(context: MatchContext, candidate: Candidate, part: OwnPart) -> Can
     nodes = candidate.nodes if part.by_place else context.sorted([*candidate.nodes, *part.nodes])
     chain = replace(chain, placement=placement, own_part=part)
     return replace(candidate, chain=chain, own_part=part, nodes=nodes)
-
-
-def _sees_storage(node: fx.Node) -> bool:
-    """True where an op on a view says itself where in memory it takes elements from."""
-    return any(traits_of(one).view is View.OPAQUE for one in views_of([node]))
-
-
-def _is_expressible(context: MatchContext, collective: Collective, part: OwnPart) -> bool:
-    """True where the sizes of tensors follow from what is reduced."""
-    sources = context.sizes.sources([collective.source])
-    shapes = (context.sizes.of(value_of(node)) for node in (*part.ends, collective.node))
-    return all(express(size, sources) is not None for shape in (part.shape, *shapes) for size in shape)

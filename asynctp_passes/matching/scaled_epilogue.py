@@ -1,20 +1,14 @@
 """Read a matmul together with scales that are applied after it.
 
     _scaled_mm(a, b, 1, 1) → cast? → (× factors)+ → cast?       reads as       _scaled_mm(a, b, a_scale, b_scale)
-    mm(a, b) → {cast, view, × factor}+                          reads as       mm(a, b) scaled by a_scale and b_scale
-    _int_mm(a, b) → {cast, view, × factor}+                     reads as       the same of int8
+    {mm, _int_mm}(a, b) → {cast, view, × factor}+               reads as       the same, scaled by a_scale and b_scale
 
 when all factors are, in any association, one per row [M, 1] and one per column [1, N], or a number in place of either.
-torchao writes the backward of its rowwise fp8 recipes so, since torch's rowwise kernel is slow without fast
-accumulation, and int8 weights, alone (columns) or with int8 activations (rows too). A gate of rows is a scale too.
 
-The two differ in rounding: the program rounds the product, scales it and rounds again, and the scaled matmul scales its
-sum in fp32 and rounds once. So a scale of a product of 16 bits or int8 may round to bfloat16, which has the range of
-fp32. Nothing but the last result may become float16, in which the program's number may be infinite.
-
-The scaled matmul multiplies by the row's factor, then by the column's. A program may do it in another order where that
-cannot leave the range of fp32 in between: products of fp8 and int8 are 0 or of 2^-32 to 2^32 · K. Those of other dtypes
-may be near the ends of it, as masks are. Then the order is the same, or the first factor is no larger than 1 (a gate).
+The program rounds the product, scales it and rounds again. The scaled matmul scales its sum in fp32 and rounds once. So
+a scale of a product of 16 bits or int8 may round to bfloat16, which has the range of fp32. Nothing but the last result
+may become float16. The order, rows and then columns, may be another one where that cannot leave the range of fp32 in
+between: products of fp8 and int8 are 0 or of 2^-32 to 2^32 · K. Others may be near the ends of it, as masks are.
 """
 
 from __future__ import annotations
@@ -299,10 +293,8 @@ def _kind(node: object, step: fx.Node, scaled: ScaledOptions) -> Kind | None:
 
 def _assigned(factors: Sequence[Factor], scaled: ScaledOptions) -> tuple[fx.Node | None, fx.Node | None] | None:
     """The scales of A and B: the factor per row and per column, a number where there is none, else the constant 1."""
-    by_kind: dict[Kind, list[fx.Node]] = {"row": [], "column": [], "number": []}
-    for kind, factor in factors:
-        by_kind[kind].append(factor)
-    rows, columns, numbers = by_kind["row"], by_kind["column"], by_kind["number"]
+    kinds = ("row", "column", "number")
+    rows, columns, numbers = ([factor for kind, factor in factors if kind == own] for own in kinds)
     if len(rows) > 1 or len(columns) > 1 or len(factors) > 2:
         return None
     a_scale = rows[0] if rows else numbers.pop(0) if numbers else scaled.a_scale

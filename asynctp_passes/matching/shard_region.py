@@ -2,26 +2,14 @@
 
     shard → all_gather → wait → {view, pointwise op, cast, amax of a row}* → matmul
 
-A *region* begins as a gathered tensor with its views. Where no matmul takes these with the ranks in its rows it grows:
-then it holds the tensors that are computed from a gathered tensor in such a way that every rank can compute its part
-of them from its own shard. Each is [outer, ranks, inner] along one of its dimensions, and the part of a rank is its
-[outer, inner]:
+A *region* begins as a gathered tensor with its views. Where no matmul takes these with the ranks in its rows it grows
+by the ops of `_RULES`. Each of its tensors is [outer, ranks, inner] along one of its dimensions, and the part of a rank
+is its [outer, inner]. The same ops on parts, in the same order and dtypes, give the parts bit by bit: maxima do not
+depend on the order in which they are taken. Sums round in an order that may depend on the number of rows, so they end a
+region, as does whatever is not listed.
 
-    the gathered tensor     [ranks, shard] in the order of its elements, or in that of a view: its source says so
-    a view                  its index map says where the ranks went (`placement.locate_ranks`)
-    a pointwise op, a cast  elements meet elements of the same rank, or a value that is the same on all ranks and has
-                            one element along the ranks' dimension, or the same number everywhere
-    an amax or amin         over other dimensions than the ranks'
-    a registered op         that works row by row (`register_rowwise`), where a rank has whole rows
-
-The same ops on parts, in the same order and dtypes, give the parts of the same tensors, bit by bit: maxima do not
-depend on the order in which they are taken. So an amax over the ranks' dimension too is the maximum of those that the
-ranks find in their parts; with a few bytes more gathered, all ranks have it before the whole is there. Sums round in an
-order that may depend on the number of rows, so they end a region, as does whatever is not listed.
-
-What comes from outside the graph may differ by rank, and so may a number in it: one rank's graph does not say what the
-others' have. A tensor is the same on all ranks if a collective made it so. Numbers are taken to be the same in a
-quantization, where they are the limits of a format, and in an op that is registered so; nowhere else.
+What comes from outside the graph may differ by rank, and so may a number in it. A tensor is the same on all ranks if a
+collective made it so. Numbers are taken to be the same in a quantization, and in an op that is registered so.
 """
 
 from __future__ import annotations
@@ -50,7 +38,7 @@ from asynctp_passes.ir.nodes import (
     value_of,
 )
 from asynctp_passes.ir.operations import Collective
-from asynctp_passes.ir.sizes import Size, are_one, identical, product, quotient, same
+from asynctp_passes.ir.sizes import Size, are_one, product, quotient, same, same_sizes
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.index_map import IndexMap
 from asynctp_passes.layout.placement import GatherPlacement, RankPlacement, locate_gather, locate_ranks
@@ -153,7 +141,8 @@ class ShardRegion:
         """The map of a matmul's left operand as a matrix; of one that is cut, that of all rows."""
         if operand in self.cuts:
             return self.cuts[operand].rows
-        return self.context.rows_and_columns(self.view(operand), operand)
+        *rows, width = self.context.sizes.of(value_of(operand))
+        return self.view(operand) if len(rows) == 1 else self.view(operand).reshape((product(rows), width))
 
     def is_range(self, operand: fx.Node) -> bool:
         """True for a left operand that is a range of the gathered rows."""
@@ -193,7 +182,7 @@ class ShardRegion:
 
     def late(self, node: fx.Node) -> Refusal | None:
         """Why a tensor that a rank needs besides its shard is not there where the fused op may stand."""
-        if self.context.comes_by(self._until, node):
+        if self.context.latest[node] <= self._until:
             return None
         passed = self.context.opaque_passed(self.gather, node)
         if passed:
@@ -208,25 +197,11 @@ class ShardRegion:
         """The members that a root is computed from."""
         return [source for source in root.all_input_nodes if source in self.members]
 
-    def key(self, node: fx.Node) -> tuple[Any, ...]:
-        """Equal for members that hold the same values in the same arrangement."""
-        return self.twin(node), self.view(node), value_of(node).dtype
-
     def cause(self, node: fx.Node) -> Refusal | None:
         """Why a node that is computed from the gathered tensor is no member: the refusal it all began with."""
-        seen, stack = set(), [node]
-        while stack:
-            step = stack.pop()
-            if step in self.refused:
-                return self.refused[step]
-            if (
-                step not in seen
-                and self.context.order[step] > self.context.order[self.gather.node]
-                and not is_size(step)
-            ):
-                seen.add(step)
-                stack.extend(step.all_input_nodes)
-        return None
+        order, gather = self.context.order, self.gather.node
+        above = reachable([node], where=lambda step: order[step] > order[gather] and not is_size(step))
+        return next((self.refused[step] for step in self.context.sorted(above) if step in self.refused), None)
 
     def _add(self, root: _Root) -> None:
         self.roots[root.node] = root
@@ -264,9 +239,8 @@ class ShardRegion:
         shape = self.context.sizes.of(value_of(node))
         axis = len(shape) + place[0]
         outer, block = product(shape[:axis]) * place[1], place[2] * product(shape[axis + 1 :])
-        propagation = propagate(
-            self.context.sorted(views_of([node])), {node: IndexMap.identity(shape)}, self.context.sizes
-        )
+        views = self.context.sorted(views_of([node]))
+        propagation = propagate(views, {node: IndexMap.identity(shape)}, self.context.sizes)
         twin = self._first(node, (outer, block))
         return _Root(node, outer, block, propagation, twin, _takes_number(node, self.members))
 
@@ -284,8 +258,8 @@ class ShardRegion:
 
         def key_of(operand: fx.Node) -> Any:
             if operand in self.members:
-                twin, view, dtype = self.key(operand)
-                return twin, (view.digits, view.offset) if by_elements else view, dtype
+                view = self.view(operand)
+                return self.twin(operand), (view.digits, view.offset) if by_elements else view, value_of(operand).dtype
             if traits_of(operand).constant is not None and segments[operand] == segments[node]:  # nothing wrote to it
                 return called(operand)
             return self.known.get(operand, operand)
@@ -302,8 +276,7 @@ class ShardRegion:
         own, *others = (self.context.sizes.of(value_of(one)) for one in (node, *node.all_input_nodes))
         if near_miss.reduces(node):
             return same(product(own), 1)
-        alike = (len(sizes) == len(own) and all(map(same, sizes, own)) for sizes in others)
-        return all(one or same(product(sizes), 1) for one, sizes in zip(alike, others, strict=True))
+        return all(same_sizes(sizes, own) or same(product(sizes), 1) for sizes in others)
 
     def place_of(self, member: fx.Node) -> _Place:
         """The place of the ranks in a member."""
@@ -321,9 +294,7 @@ class ShardRegion:
             if traits.constant is not None:
                 if not isinstance(filling_of(step), int | float):
                     return False
-            elif (
-                not sources or not is_pure(step) or traits.takes_part or (traits.view is not None and len(sources) > 1)
-            ):
+            elif not sources or not is_pure(step) or traits.takes_part or (traits.view and len(sources) > 1):
                 return False
             else:
                 stack.extend(sources)
@@ -331,9 +302,9 @@ class ShardRegion:
 
     @functools.cached_property
     def _uniform_nodes(self) -> set[fx.Node]:
-        """The nodes that are known to be the same on all ranks: at first, results of collectives."""
-        same_on_all = (other for other in self.context.collectives if _makes_uniform(other, self.gather))
-        return {result for other in same_on_all for result in other.results}
+        """The nodes that are known to be the same on all ranks: at first, what their group gathered or reduced."""
+        own = [one for one in self.context.collectives if one.group_key == self.gather.group_key != ""]
+        return {result for one in own if one.kind in ("all_gather", "all_reduce") for result in one.results}
 
     def is_uniform(self, node: fx.Node) -> bool:
         """True when a tensor is provably the same on all ranks of the group, and stays so."""
@@ -382,22 +353,10 @@ def _not_pure(node: fx.Node) -> Refusal | None:
     return None
 
 
-def _returns_several(node: fx.Node) -> bool:
-    return tensor_of(node) is None
-
-
-def _casts(node: fx.Node) -> bool:
-    return traits_of(node).casts
-
-
-def _is_extremum(node: fx.Node) -> bool:
-    return traits_of(node).is_exact_reduction
-
-
 def _by_elements(region: ShardRegion, node: fx.Node) -> _Found:
     """Each element comes from elements of one rank, and from values that are the same for all rows of all ranks."""
     places = [region.place_of(operand) for operand in node.all_input_nodes if operand in region.members]
-    if not all(_same_place(place, places[0]) for place in places):
+    if not all(same_sizes(place, places[0]) for place in places):
         return Refusal(reasons.MIXES_RANKS, "its operands have the ranks in different places")
     others = (operand for operand in node.all_input_nodes if operand not in region.members)
     refused = next((refusal for other in others if (refusal := _other_operand(region, other, places[0][0]))), None)
@@ -416,23 +375,16 @@ def _by_extrema(region: ShardRegion, node: fx.Node) -> _Found:
     return dim + kept, outer, inner
 
 
-def _by_sums(region: ShardRegion, node: fx.Node) -> Refusal:
-    """None is a part's: sums, means and the like may round otherwise for another number of rows."""
-    reduced = _reduced(region, node)
-    if isinstance(reduced, Refusal):
-        return reduced
-    axes, axis, _ = reduced
-    if axis in axes:
-        return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
-    return Refusal(reasons.COMPUTED_BETWEEN, "rounds in an order that may depend on the number of rows")
-
-
-def _by_several(region: ShardRegion, node: fx.Node) -> Refusal:
-    """None is a part's: several tensors, as a variance and its mean, or maxima and where they are."""
+def _by_whole_rows(region: ShardRegion, node: fx.Node) -> Refusal:
+    """None is a part's: sums and means may round otherwise for another number of rows. Nor are several tensors."""
+    several = tensor_of(node) is None  # as a variance and its mean, or maxima and where they are
     reduced = _reduced(region, node) if near_miss.reduces(node) else None
     if isinstance(reduced, tuple) and reduced[1] in reduced[0]:
         return Refusal(reasons.MIXES_RANKS, "reduces over the ranks' rows")
-    return Refusal(reasons.COMPUTED_BETWEEN, f"not an operation that returns one tensor{near_miss.unknown([node])}")
+    if isinstance(reduced, Refusal) and not several:
+        return reduced
+    rounds, other = "rounds in an order that may depend on the number of rows", near_miss.unknown([node])
+    return Refusal(reasons.COMPUTED_BETWEEN, f"not an operation that returns one tensor{other}" if several else rounds)
 
 
 def _by_rows(region: ShardRegion, node: fx.Node) -> _Found:
@@ -440,9 +392,9 @@ def _by_rows(region: ShardRegion, node: fx.Node) -> _Found:
     members = [operand for operand in node.all_input_nodes if operand in region.members]
     places = [region.place_of(member) for member in members]
     rows, *others = (region.context.sizes.of(value_of(one))[:-1] for one in (node, *members))
-    if not all(len(sizes) == len(rows) and all(map(same, sizes, rows)) for sizes in others):
+    if not all(same_sizes(sizes, rows) for sizes in others):
         return Refusal(reasons.COMPUTED_BETWEEN, "its result has other rows than what it is computed from")
-    if places[0][0] == -1 or not all(_same_place(place, places[0]) for place in places):
+    if places[0][0] == -1 or not all(same_sizes(place, places[0]) for place in places):
         return Refusal(reasons.MIXES_RANKS, "a row has parts of several ranks")
     shared = (operand for operand in node.all_input_nodes if operand not in region.members)
     refused = next((refusal for one in shared if (refusal := _shared_operand(region, one)) is not None), None)
@@ -450,11 +402,10 @@ def _by_rows(region: ShardRegion, node: fx.Node) -> _Found:
 
 
 _RULES: tuple[tuple[Callable[[fx.Node], bool], Callable[[ShardRegion, fx.Node], _Found]], ...] = (
-    (_returns_several, _by_several),
-    (is_pointwise, _by_elements),
-    (_casts, _by_elements),
-    (_is_extremum, _by_extrema),
-    (near_miss.reduces, _by_sums),
+    (lambda node: tensor_of(node) is None, _by_whole_rows),
+    (lambda node: is_pointwise(node) or traits_of(node).casts, _by_elements),
+    (lambda node: traits_of(node).is_exact_reduction, _by_extrema),
+    (near_miss.reduces, _by_whole_rows),
     (near_miss.is_registered_rowwise, _by_rows),
 )
 """The kinds of ops that are computed of parts, and the rule of each, whose first line says what it proves. Views are no
@@ -482,18 +433,20 @@ def _cross_rank(region: ShardRegion, node: fx.Node) -> Refusal | None:
     return None if unchanged else Refusal(reasons.MUTATED_IN_BETWEEN, "comes after an in-place operation")
 
 
-def _other_operand(region: ShardRegion, operand: fx.Node, dim: int) -> Refusal | None:
-    """Why an operand from outside the region does not meet every rank's part in the same way."""
-    value = tensor_of(operand)
-    if value is None:
+def _not_in_time(region: ShardRegion, operand: fx.Node) -> Refusal | None:
+    """Why an operand from outside the region is no tensor that a rank has when it computes its part."""
+    if tensor_of(operand) is None:
         return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
     if region.needs_gather(operand):
         return region.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
-    if (late := region.late(operand)) is not None:
-        return late
-    if region.is_filled(operand):
-        return None
-    shape, uniform = region.context.sizes.of(value), region.is_uniform(operand)
+    return region.late(operand)
+
+
+def _other_operand(region: ShardRegion, operand: fx.Node, dim: int) -> Refusal | None:
+    """Why an operand from outside the region does not meet every rank's part in the same way."""
+    if (refusal := _not_in_time(region, operand)) is not None or region.is_filled(operand):
+        return refusal
+    shape, uniform = region.context.sizes.of(value_of(operand)), region.is_uniform(operand)
     if len(shape) >= -dim and not same(shape[dim], 1):
         reason = reasons.COMPUTED_BETWEEN if uniform else reasons.MAY_DIFFER_BY_RANK
         return Refusal(reason, f"{operand.name} has a value for each row")
@@ -502,17 +455,14 @@ def _other_operand(region: ShardRegion, operand: fx.Node, dim: int) -> Refusal |
 
 def _shared_operand(region: ShardRegion, operand: fx.Node) -> Refusal | None:
     """Why an operand from outside the region is not one that every rank has, by the promise of a row-wise op."""
-    value = tensor_of(operand)
-    if value is None:
-        return Refusal(reasons.SIZES_NOT_PROVEN, f"{operand.name} is no tensor")
-    if region.needs_gather(operand):
-        return region.cause(operand) or Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} needs the whole gather")
-    rows = value_of(region.gather.node).shape[:-1]
+    if (refusal := _not_in_time(region, operand)) is not None:
+        return refusal
+    value, rows = value_of(operand), value_of(region.gather.node).shape[:-1]
     counts = [value.numel(), *rows, product(rows)]
     is_known = value.dim() <= 1 and all(isinstance(count, int) for count in counts)
     if not are_one(value.shape) and not (is_known and value.numel() not in counts[1:]):
         return Refusal(reasons.COMPUTED_BETWEEN, f"{operand.name} may have a number for each of the op's rows")
-    return region.late(operand)
+    return None
 
 
 def _of_one_device(region: ShardRegion, node: fx.Node) -> Refusal | None:
@@ -538,18 +488,9 @@ def _not_on_a_part(region: ShardRegion, node: fx.Node, dim: int) -> Refusal | No
     except Exception as error:  # of the program's own code
         facts = f"its fake implementation fails for a rank's rows: {type(error).__name__}: {error}"
         return Refusal(reasons.COMPUTED_BETWEEN, facts[:200])
-    if made.dtype == wanted.dtype and all(map(identical, made.shape, wanted.shape)):
+    if made.dtype == wanted.dtype and same_sizes(made.shape, wanted.shape):
         return None
     return Refusal(reasons.COMPUTED_BETWEEN, f"of a rank's rows its fake implementation makes {list(made.shape)}")
-
-
-def _makes_uniform(other: Collective, gather: Collective) -> bool:
-    """True for all-gathers and all-reduces over the gather's group: they give every rank of it the same."""
-    return other.kind in ("all_gather", "all_reduce") and other.group_key == gather.group_key != ""
-
-
-def _same_place(a: _Place, b: _Place) -> bool:
-    return a[0] == b[0] and same(a[1], b[1]) and same(a[2], b[2])
 
 
 def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:
@@ -557,10 +498,9 @@ def _takes_number(node: fx.Node, members: Container[fx.Node]) -> bool:
     traits = traits_of(node)
     if traits.casts or traits.is_exact_reduction or near_miss.is_registered_rowwise(node):
         return False
-    values = (*node.args, *node.kwargs.values())
-    return any(isinstance(value, int | float | complex) and not isinstance(value, bool) for value in values) or any(
-        operand not in members for operand in node.all_input_nodes
-    )
+    numbers = (one for one in (*node.args, *node.kwargs.values()) if isinstance(one, int | float | complex))
+    others = any(operand not in members for operand in node.all_input_nodes)
+    return others or not all(isinstance(number, bool) for number in numbers)
 
 
 def is_small(region: ShardRegion, root: fx.Node) -> bool:

@@ -3,18 +3,10 @@
     x → all_reduce → wait → ...                 x ┐                              ┌ → ...
     y → all_reduce → wait → ...     becomes     y ┴ cat → all_reduce → wait → split → ...
 
-fp8 training all-reduces an amax for every tensor that it quantizes: a few bytes each, so that each costs a whole
-latency and hardly any bandwidth.
-
-Only cheap work (views, pointwise ops, casts, reductions) may change its place. All else is *slow*: matmuls, other
-collectives, whatever is not known to be cheap, and each fused chain as one step. Slow steps keep their order, so every
-candidate has a window among them: it comes after the last slow step that it depends on (`after`), and before the first
-one that depends on it (`before`). Candidates go together when one point lies in all of their windows. A weight's amax
-depends on nothing slow, so it travels with the first one of the graph.
-
-Why the result has no cycle: candidates are tied to one another only through slow steps (a candidate that depends on
-another one through cheap work alone counts as slow itself). So if set S comes before set T, then
-`before(S) <= after(T) < before(T)`: along any way from set to set `before` grows, and none leads back.
+Only cheap work may change its place, and all else is *slow*: matmuls, other collectives, each fused chain as one step.
+So a candidate has a window, from the last slow step that it depends on (`after`) to the first that depends on it
+(`before`). Candidates go together when one point lies in all of their windows. One that depends on another through
+cheap work alone counts as slow. So if set S comes before set T, then `before(S) <= after(T) < before(T)`: no cycle.
 """
 
 from __future__ import annotations
@@ -32,7 +24,7 @@ from asynctp_passes.ir.operations import Collective, nodes_of
 from asynctp_passes.ir.order import communicates, is_opaque
 from asynctp_passes.ir.traversal import steps_of
 from asynctp_passes.matching.chains import Bucket, Chain, Decision, dropped_collectives, fused_chains
-from asynctp_passes.matching.collapsed import collapsed
+from asynctp_passes.matching.find import collapsed
 from asynctp_passes.matching.near_miss import transparent
 from asynctp_passes.ops.checks import EXTREMES
 from asynctp_passes.planning.cost_model import bytes_of
@@ -41,7 +33,6 @@ from asynctp_passes.planning.legality import SMALL_BYTES, Context
 from asynctp_passes.planning.overlap import order_beside
 from asynctp_passes.torch_private import fx_graphs, symbolic_sizes
 
-_GROUP_OF_MESH = "_dtensor.mesh_get_process_group.default"
 Key = tuple[object, ...]
 
 
@@ -60,12 +51,8 @@ def find_buckets(decisions: Sequence[Decision], context: Context) -> list[Bucket
 
     Members of a set have one group, reduction (max or min), dtype, device and stretch between in-place operations. All
     together have `SMALL_BYTES` at most. No bucket's place depends on what another group agrees on: where one deviates,
-    the others have none. Those reductions give the same bits in any order of ranks. A sum's rounding
-    depends on the backend's order, and that on where in the buffer an element lies.
-
-    Args:
-        decisions: What becomes of every collective; fused chains count as one step each.
-        context: The graph, its in-place operations and the configuration.
+    the others have none. Those reductions give the same bits in any order of ranks. A sum's rounding depends on the
+    backend's order, and that on where in the buffer an element lies.
     """
     candidates = {d.candidate.collective.node: d.candidate.collective for d in decisions if _eligible(d, context)}
     if "bucket" in context.config.skip or len(candidates) < 2:
@@ -140,9 +127,7 @@ def _eligible(decision: Decision, context: Context) -> bool:
     collective = decision.candidate.collective
     if op_name(collective.node) != "_c10d_functional.all_reduce.default" or decision.refusal is None:
         return False
-    if decision.refusal.reason is reasons.RESULT_DROPPED:
-        return False
-    if not collective.is_on_one_stream:
+    if decision.refusal.reason is reasons.RESULT_DROPPED or not collective.is_on_one_stream:
         return False
     if collective.reduce_op not in EXTREMES or not context.config.enrolls(collective.group_key):
         return False
@@ -261,5 +246,5 @@ def _cheap(step: Sequence[fx.Node], chosen: set[fx.Node]) -> bool:
         return node.args[0] in chosen
     if is_random(node):
         return False
-    made_of_nothing = traits_of(node).constant is not None or op_name(node) == _GROUP_OF_MESH
+    made_of_nothing = traits_of(node).constant is not None or op_name(node) == "_dtensor.mesh_get_process_group.default"
     return transparent(node) or is_size(node) or made_of_nothing

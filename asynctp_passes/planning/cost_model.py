@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from asynctp_passes.ir.matmuls import read_matmul, read_term
-from asynctp_passes.ir.nodes import tensor_of
+from asynctp_passes.ir.nodes import dtype_of, tensor_of
 from asynctp_passes.ir.operations import Matmul
 from asynctp_passes.matching.chains import Chain, GatherChain, Hoist, ScatterChain
 from asynctp_passes.reasons import Refusal
@@ -109,12 +109,10 @@ def overlaps_little(cost: Cost, node: fx.Node) -> str:
 
 
 def covers(work: Sequence[int | None], received: int | None, node: fx.Node) -> bool:
-    """True when matmuls take as long as gathers; where sizes are symbolic, one matmul has to do.
+    """True when matmuls take as long as a collective. Where sizes are symbolic, one matmul has to do.
 
-    Args:
-        work: Of each matmul, as `Cost.work` or `work_of` gives it.
-        received: Bytes that a rank receives.
-        node: A tensor on the machine.
+    `work` has that of each matmul (`work_of`), `received` the bytes that a rank receives; `node` is a tensor on the
+    machine.
     """
     known = [count for count in work if count is not None]
     if received is None or len(known) < len(work):
@@ -131,7 +129,7 @@ def work_of(matmul: fx.Node) -> int | None:
 def _computed(matmuls: Sequence[Matmul]) -> Cost:
     """The cost of matmuls; they exchange nothing."""
     flops = [_flops(matmul.a, matmul.node) for matmul in matmuls]
-    fp8 = [count or 0 for count, matmul in zip(flops, matmuls, strict=True) if _in_fp8(matmul.a)]
+    fp8 = [count or 0 for count, matmul in zip(flops, matmuls, strict=True) if _is_fp8(dtype_of(matmul.a))]
     return Cost(0, _sum(flops), fp8_flops=sum(fp8))
 
 
@@ -141,7 +139,7 @@ def cost_of(chain: Chain) -> Cost:
     if chain.hoist is not None:
         gathered = chain.hoist.gathered
         return replace(computed, comm_bytes=_sum(received_bytes(node, ranks) for node in gathered))
-    own = bytes_of(chain.exchanged)
+    own = bytes_of(chain.shard if isinstance(chain, GatherChain) else chain.collective.node)
     if own is not None and ranks and isinstance(chain, ScatterChain) and chain.own_part is not None:
         own //= ranks
     if own is None or not ranks:
@@ -175,14 +173,10 @@ def hoist_pays(chain: GatherChain, hoist: Hoist) -> bool:
         moved, before = _itemsize(hoist.operand), _itemsize(chain.collective.node)
     if not hoist.still_needed_by or moved >= before:
         return moved < before or (moved == before and not hoist.still_needed_by)
-    estimate = _until_first_use(chain, hoist).estimate_us(machine)
+    matmuls = [read for node in hoist.overlapped_by if not isinstance(read := read_matmul(node), Refusal)]
+    until_first_use = replace(_computed([*chain.matmuls, *matmuls]), comm_bytes=cost_of(chain).comm_bytes)
+    estimate = until_first_use.estimate_us(machine)
     return not estimate or estimate["comm"] <= estimate["matmul"]
-
-
-def _until_first_use(chain: GatherChain, hoist: Hoist) -> Cost:
-    """The cost of the fused op's data, and of all matmuls from its own on that can overlap with the gather."""
-    matmuls = [matmul for node in hoist.overlapped_by if not isinstance(matmul := read_matmul(node), Refusal)]
-    return replace(_computed([*chain.matmuls, *matmuls]), comm_bytes=cost_of(chain).comm_bytes)
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:
@@ -190,18 +184,13 @@ def _sum(counts: Iterable[int | None]) -> int | None:
     return None if None in known else sum(count for count in known if count is not None)
 
 
-def _in_fp8(node: fx.Node) -> bool:
-    value = tensor_of(node)
-    return value is not None and _is_fp8(value.dtype)
-
-
-def _is_fp8(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize == 1
+def _is_fp8(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _itemsize(node: fx.Node) -> int:
-    value = tensor_of(node)
-    return 0 if value is None else value.dtype.itemsize
+    dtype = dtype_of(node)
+    return 0 if dtype is None else dtype.itemsize
 
 
 def bytes_of(node: fx.Node | None) -> int | None:

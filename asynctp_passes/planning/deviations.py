@@ -29,8 +29,9 @@ from asynctp_passes.ir.collectives import sent_kind
 from asynctp_passes.ir.nodes import arguments, called_name, filling_of, tensor_of, traits_of, value_of
 from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.sizes import Size, same
+from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.placement import GatherPlacement, Rearrangement
-from asynctp_passes.matching.chains import Bucket, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step
+from asynctp_passes.matching.chains import Bucket, Chain, EarlySum, GatherChain, Hoist, Part, ScatterChain, Step
 from asynctp_passes.matching.near_miss import reduces
 
 LOCAL = "?"
@@ -53,10 +54,8 @@ def communicated(collectives: Iterable[Collective]) -> dict[str, str]:
 def of_rematerialized(place: int, before: Sequence[tuple[str, bool]]) -> str:
     """The text of a gather that is made again in the backward, at a place there that all ranks have to share.
 
-    Args:
-        place: Of the gather among the collectives of its group, in the graph of forward and backward.
-        before: What communicates in the backward before it, in order: the name of the op, and whether it is of the
-            gather's group.
+    `place` is that among the group's collectives in the graph of forward and backward. `before` has what communicates
+    in the backward before it, in order: the name of the op, and whether it is of the gather's group.
     """
     told = hashlib.sha256(repr(list(before)).encode()).hexdigest()[:8] if before else ""
     own = sum(is_own for _, is_own in before)
@@ -66,11 +65,7 @@ def of_rematerialized(place: int, before: Sequence[tuple[str, bool]]) -> str:
 
 
 class Words:
-    """The texts of one graph's deviations.
-
-    Args:
-        collectives: All collectives of the graph, in order.
-    """
+    """The texts of the deviations of a graph with these collectives."""
 
     def __init__(self, collectives: Sequence[Collective]) -> None:
         count: dict[str, int] = {}
@@ -81,7 +76,7 @@ class Words:
             count[one.group_key] = place + 1
         self._collectives = collectives
 
-    def of_chain(self, chain: GatherChain | ScatterChain | None) -> list[str]:
+    def of_chain(self, chain: Chain) -> list[str]:
         """The deviation that fusing a chain makes of its collectives; mostly none.
 
         All that a chain deviates in is one text: where a part of it is refused, the chain is, and the rest with it.
@@ -90,8 +85,6 @@ class Words:
             late = [] if chain.follows is None else [self._late(chain, chain.follows)]
             parts = [*late, *([self._hoist(chain, chain.hoist)] if chain.hoist is not None else self._joined(chain))]
             return [" and ".join(parts)] if parts else []
-        if chain is None:
-            return []
         return [self._sum(chain)] if chain.joined else [self.of_own_part(chain.collective)] if chain.own_part else []
 
     def of_own_part(self, reduction: Collective) -> str:
@@ -163,67 +156,35 @@ class Words:
 
     def _hoist(self, chain: GatherChain, hoist: Hoist) -> str:
         own = self._place[chain.collective.node]
-        steps, texts = {step.node: step for step in hoist.computed}, dict[fx.Node, str]()
-
-        def told(root: fx.Node) -> str:
-            return self._computed(root, chain, steps, texts)
-
-        sent = [told(hoist.operand) + _laid_out(chain.placement)]
+        told = {chain.collective.node: "own"}  # how a rank computes its part of each tensor, from its own shard on
+        for step in hoist.computed:
+            parts = {one: told[part.root] + _part(step, one, part) + _bits(part, one) for one, part in step.parts}
+            filled = dict(step.filled)
+            others = {one: _filled(one) if one in filled else self._elsewhere(one) for one in step.others}
+            told[step.node] = _short(f"{called_name(step.node)}({', '.join(_arguments(step.node, parts | others))})")
+        sent = [told[hoist.operand] + _laid_out(chain.placement)]
         if hoist.scale is not None and chain.scale_placement is not None:
-            sent.append(f"scales {told(hoist.scale)}{_laid_out(chain.scale_placement)}")
+            sent.append(f"scales {told[hoist.scale]}{_laid_out(chain.scale_placement)}")
         if hoist.row_numbers is not None:
-            sent.append(f"along {told(hoist.row_numbers)}")
-        extra = [f"over all ranks {told(one.step.node)}" for one in hoist.cross_rank]
+            sent.append(f"along {told[hoist.row_numbers]}")
+        extra = [f"over all ranks {told[one.step.node]}" for one in hoist.cross_rank]
         roots = dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.row_numbers)
-        extra += [f"apart {told(root)}" for root in roots]
+        extra += [f"apart {told[root]}" for root in roots]
         extra += ["and itself"] if hoist.still_needed_by else []
         return f"hoist: all_gather {own} sends {', '.join([*sent, *extra])}"
 
-    def _computed(
-        self, root: fx.Node, chain: GatherChain, steps: Mapping[fx.Node, Step], texts: dict[fx.Node, str]
-    ) -> str:
-        """The computation of a rank's part of a root, from its own shard on."""
-        texts.setdefault(chain.collective.node, "own")
-        stack = [root]
-        while stack:
-            step = steps.get(stack[-1])
-            if step is None or step.node in texts:
-                if step is None and stack[-1] not in texts:
-                    texts[stack[-1]] = self._elsewhere(stack[-1], {})
-                stack.pop()
-                continue
-            missing = [part.root for _, part in step.parts if part.root not in texts]
-            if missing:
-                stack += missing
-                continue
-            parts = {
-                operand: texts[part.root] + _part(step, operand, part) + _bits(part, operand)
-                for operand, part in step.parts
-            }
-            others = {other: self._elsewhere(other, {}) for other in step.others if other not in dict(step.filled)}
-            others |= {other: _filled(other) for other, _ in step.filled}
-            texts[step.node] = _short(f"{called_name(step.node)}({', '.join(_arguments(step.node, parts | others))})")
-            stack.pop()
-        return texts[root]
-
-    def _elsewhere(self, node: fx.Node, texts: dict[fx.Node, str]) -> str:
+    def _elsewhere(self, node: fx.Node) -> str:
         """A tensor that is the same on all ranks: how it is made, as far as a collective."""
-        stack = [node]
-        while stack:
-            one = stack[-1]
+        texts: dict[fx.Node, str] = {}
+        for one in sorted(reachable([node], self._made_of)):
             leaf = f"result {self._place[one]}" if one in self._place else "" if one.op == "call_function" else "input"
-            sources = [] if leaf else [source for source in one.all_input_nodes if _is_of_tensors(source)]
-            if missing := [source for source in sources if source not in texts]:
-                stack += missing
-                continue
             texts[one] = leaf or _short(f"{called_name(one)}({', '.join(_arguments(one, texts))})")
-            stack.pop()
         return texts[node]
 
-
-def _is_of_tensors(node: fx.Node) -> bool:
-    """True for a tensor, and for a list of pieces of one."""
-    return tensor_of(node) is not None or isinstance(node.meta.get("val"), list | tuple)
+    def _made_of(self, node: fx.Node) -> list[fx.Node]:
+        """The tensors, and the lists of pieces of one, that a node is made of; none for a collective's result."""
+        sources = [] if node in self._place else node.all_input_nodes
+        return [one for one in sources if tensor_of(one) is not None or isinstance(one.meta.get("val"), list | tuple)]
 
 
 def _early(early: EarlySum | None) -> str:

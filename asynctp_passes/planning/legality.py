@@ -11,9 +11,7 @@ from torch import fx
 
 from asynctp_passes import ops, reasons
 from asynctp_passes.config import Config
-from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import describe, mutates, orders_streams, tensor_of, traits_of, value_of
-from asynctp_passes.ir.op_traits import View
+from asynctp_passes.ir.nodes import describe, dtype_of, mutates, orders_streams, tensor_of, value_of
 from asynctp_passes.ir.operations import Collective, Matmul, ScaledOptions, nodes_of
 from asynctp_passes.ir.records import Answers
 from asynctp_passes.ir.scales import scales_mismatch
@@ -47,15 +45,11 @@ class Context:
     """Facts for the checks besides the candidate.
 
     Attributes:
-        graph: The graph.
-        sizes: Its sizes.
-        config: The configuration.
         segments: Number of in-place operations before each node.
-        unused: Collectives whose result nothing uses, where they can go (`decide.unused_collectives`).
+        unused: Collectives whose result nothing uses, where they can go (`plan.unused_collectives`).
         tensor_parallel: Names of groups of tensor parallelism (`is_tensor_parallel`), as far as candidates have told;
             others move parameters and their gradients.
         with_weights: Names of groups that gather a parameter for certain: as a matmul's right operand.
-        words: What the graph's deviations are called.
         answers: What the ranks said to deviations, by group. Before they were asked a group is missing, and may do all.
         blind: The collectives by whose calls no unlike call of a peer would be found (`blind_calls`).
         opaque: The nodes of unregistered ops, which may communicate.
@@ -78,12 +72,7 @@ class Context:
 
         Where ranks run unlike graphs, their first calls that are compared have to meet. So what becomes another
         collective has none of the group's blind calls in its stretch: all graphs have as many before each stretch.
-
-        Args:
-            group: The group.
-            text: The deviation.
-            collectives: Those of the program that become others.
-            until: A node behind which they come.
+        `collectives` are those of the program that become others, and `until` a node behind which they come.
         """
         if LOCAL in text:
             return f"it has a size that only this rank knows: {text}"
@@ -130,29 +119,25 @@ def group_enrolled(candidate: Candidate, context: Context) -> Refusal | None:
     if candidate.collective.kind == "other":
         return None
     if groups == "auto":
-        weights = candidate.weights or _is_beside_weights(candidate, context.with_weights)
+        weights = _weights_of(candidate, context.with_weights)
         if weights and key not in context.tensor_parallel:
             gather = candidate.collective.kind == "all_gather"
-            return Refusal(reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT, _evidence(candidate, key))
+            reason = reasons.WEIGHT_GATHER if gather else reasons.WEIGHT_GRADIENT
+            return Refusal(reason, f"{_shown(candidate, key)}: {weights}")
         return Refusal(reasons.DATA_PARALLEL_GROUP, _shown(candidate, key)) if is_named_for_data(candidate) else None
     return None if key in groups else Refusal(reasons.GROUP_NOT_ENROLLED, f"group {key} of {', '.join(groups)}")
 
 
-def groups_on_wire(candidates: Sequence[Candidate], config: Config) -> frozenset[str]:
-    """The groups whose collectives are asynctp's, those without a matmul too: what one rank multiplies another may not.
-
-    With `groups="auto"` these are all but those that are named for data parallelism. Ranks share both.
-    """
-    return frozenset(one.collective.group_key for one in candidates if _goes_by_wire(one.collective, config))
-
-
-def _goes_by_wire(collective: Collective, config: Config) -> bool:
+def goes_by_wire(collective: Collective, config: Config) -> bool:
     """True for one of a group whose collectives are asynctp's."""
     return is_on_wire(collective.group_key, collective.mesh_dim, config)
 
 
 def is_on_wire(group: str, mesh_dim: str, config: Config) -> bool:
-    """True where the collectives of a group, of a mesh dimension of this name or none, are to be asynctp's."""
+    """True where the collectives of a group, of a mesh dimension of this name or none, are to be asynctp's.
+
+    With `groups="auto"` these are all but those that are named for data parallelism. Ranks share both.
+    """
     return group in config.groups if config.groups != "auto" else not _is_of_data(mesh_dim)
 
 
@@ -171,11 +156,6 @@ def can_be_alone(collective: Collective) -> bool:
     return known and (not reduces or collective.reduce_op in REDUCE_OPS or extreme)
 
 
-def can_scatter(collective: Collective) -> bool:
-    """True for a reduction of a dtype in which torch and asynctp reduce-scatter on all devices."""
-    return value_of(collective.source).dtype in PLAIN_DTYPES
-
-
 def blind_calls(collectives: Iterable[Collective], config: Config) -> list[Collective]:
     """The collectives by whose calls no unlike call of a peer would be found. They are made as the program does.
 
@@ -189,7 +169,7 @@ def blind_calls(collectives: Iterable[Collective], config: Config) -> list[Colle
 def _is_compared(collective: Collective, config: Config) -> bool:
     if not on_wire(collective) or collective.group_size == 1:
         return True
-    if not (_goes_by_wire(collective, config) and can_be_alone(collective)):
+    if not (goes_by_wire(collective, config) and can_be_alone(collective)):
         return False
     kind, dtype, ranks = collective.kind, value_of(collective.source).dtype, collective.group_size or 1
     own = bytes_of(collective.input)
@@ -226,20 +206,18 @@ def is_tensor_parallel(candidate: Candidate, with_weights: Collection[str] = ())
     """True when the candidate tells that its group is one of tensor parallelism.
 
     It is a chain, proven or refused, that moves activations, over a group whose mesh dimension does not say otherwise.
-
-    Args:
-        candidate: The candidate.
-        with_weights: Names of groups that gather a parameter for certain.
+    Groups `with_weights` gather a parameter for certain.
     """
     missed = any(one.reason.in_scope and one.reason is not reasons.NOT_ROWWISE for one in candidate.refusals)
-    weights = candidate.weights or _is_beside_weights(candidate, with_weights)
-    moves_activations = not weights and (candidate.chain is not None or missed)
-    return moves_activations and not is_named_for_data(candidate)
+    moves_activations = candidate.chain is not None or missed
+    return moves_activations and not _weights_of(candidate, with_weights) and not is_named_for_data(candidate)
 
 
-def _is_beside_weights(candidate: Candidate, with_weights: Collection[str]) -> bool:
-    """True for a gather that may be of a parameter, and has a gather of one in its group: so it is one, too."""
-    return candidate.may_be_weights and candidate.collective.group_key in with_weights
+def _weights_of(candidate: Candidate, with_weights: Collection[str]) -> str:
+    """The evidence that a collective is one of weights: one that may be is, if its group gathers some for certain."""
+    if candidate.weights or not candidate.may_be_weights or candidate.collective.group_key not in with_weights:
+        return candidate.weights
+    return f"{candidate.nodes[-1].name} is of an input of the graph, and the group gathers parameters"
 
 
 def _shown(candidate: Candidate, group: str) -> str:
@@ -247,26 +225,8 @@ def _shown(candidate: Candidate, group: str) -> str:
     return f"group {group}" + (f', mesh dimension "{dim}"' if dim else "")
 
 
-def _evidence(candidate: Candidate, key: str) -> str:
-    """The evidence that a collective is one of parameters or of their gradients."""
-    value, group = tensor_of(candidate.collective.input), _shown(candidate, key)
-    if value is not None and value.dim() < 2:
-        return f"{group}: a vector"
-    products = [node.name for node in candidate.nodes if is_matmul(node)]
-    if candidate.collective.kind == "all_gather":
-        picked = next((node.name for node in candidate.nodes if traits_of(node).view is View.PICK), None)
-        if picked is not None:
-            return f"{group}: {picked} picks rows of an input of the graph"
-        if candidate.may_be_weights:
-            why = "a parameter" if candidate.weights else "an input of the graph, and the group gathers parameters"
-            return f"{group}: {candidate.nodes[-1].name} is of {why}"
-        return f"{group}: the right operand of {products[-1]}"
-    if candidate.may_be_weights:
-        return f"{group}: {candidate.collective.node.name} is returned as a parameter's gradient"
-    return f"{group}: by strides, the left operand of {', '.join(products)} is transposed, and no matmul follows"
-
-
 def chain_proven(candidate: Candidate, context: Context) -> Refusal | None:
+    """Without a refusal there is a chain: the checks after this one take it as given."""
     return _first(candidate)
 
 
@@ -278,8 +238,6 @@ def reduce_op_supported(candidate: Candidate, context: Context) -> Refusal | Non
 
 
 def nothing_mutated_in_between(candidate: Candidate, context: Context) -> Refusal | None:
-    if candidate.chain is None:
-        return None
     first, last = (ends([context.segments[node] for node in candidate.nodes]) for ends in (min, max))
     if first == last:
         return None
@@ -291,9 +249,7 @@ def nothing_mutated_in_between(candidate: Candidate, context: Context) -> Refusa
 
 def on_one_stream(candidate: Candidate, context: Context) -> Refusal | None:
     """A fused op runs on the stream of its collective. It orders nothing for others, as the collective's wait does."""
-    if candidate.chain is None:
-        return None
-    nodes = [*(node for one in candidate.chain.collectives for node in one.nodes), *candidate.nodes]
+    nodes = [*(node for one in candidate.proven.collectives for node in one.nodes), *candidate.nodes]
     streams: dict[int | None, fx.Node] = {}
     for node in nodes:
         streams.setdefault(fx_graphs.stream_of(node), node)
@@ -305,21 +261,16 @@ def on_one_stream(candidate: Candidate, context: Context) -> Refusal | None:
 
 def passes_nothing_opaque(candidate: Candidate, context: Context) -> Refusal | None:
     """All that a fused op stands for lies on one side of each op that may communicate, as does its place."""
-    chain = candidate.chain
-    if chain is None:
-        return None
+    chain = candidate.proven
     places = [one.start for one in chain.collectives] + ([] if chain.follows is None else [chain.follows])
-    if len(places) == 1:
-        return None
-    opaque = context.opaque
-    passed = [node for node in opaque if min(places) < node <= max(places)]
+    passed = [node for node in context.opaque if min(places) < node <= max(places)]
     return Refusal(reasons.OPAQUE_OP_BETWEEN, to_register(passed)) if passed else None
 
 
 def kept_gather_can_move(candidate: Candidate, context: Context) -> Refusal | None:
     """A gather that stays beside a fused op comes after it, on all ranks: with the op it passes no random numbers."""
-    chain = candidate.chain
-    if chain is None or chain.follows is None or chain.hoist is None or not chain.hoist.still_needed_by:
+    chain = candidate.proven
+    if chain.follows is None or chain.hoist is None or not chain.hoist.still_needed_by:
         return None
     first, last = chain.collective.node, max(nodes_of(chain.matmuls))
     drawn = [node.name for node in draws(context.graph) if first < node < last]
@@ -328,9 +279,7 @@ def kept_gather_can_move(candidate: Candidate, context: Context) -> Refusal | No
 
 def values_known(candidate: Candidate, context: Context) -> Refusal | None:
     """The rewrite computes the values of new nodes from fake tensors of one mode."""
-    chain = candidate.chain
-    if chain is None:
-        return None
+    chain = candidate.proven
     nodes = [node for matmul in chain.matmuls for node in (matmul.node, matmul.a, *matmul.operands)]
     nodes += [*chain.inputs, chain.collective.node]
     nodes += chain.made_anew
@@ -342,58 +291,45 @@ def values_known(candidate: Candidate, context: Context) -> Refusal | None:
 
 
 def device_supported(candidate: Candidate, context: Context) -> Refusal | None:
-    value = tensor_of(candidate.collective.node)
-    device = value.device.type if value is not None else "?"
+    device = value_of(candidate.collective.node).device.type
     return None if device in _DEVICES else Refusal(reasons.DEVICE_UNSUPPORTED, device)
 
 
 def contraction_or_columns_fit(candidate: Candidate, context: Context) -> Refusal | None:
     """On CUDA gathers along the contraction and scatters of columns have a limit: one implementation takes them."""
-    place, collective = None if candidate.chain is None else candidate.chain.placement, candidate.collective
-    if place is None or place.axis == "rows":
-        return None
+    place, collective = candidate.proven.placement, candidate.collective
     gathers = collective.kind == "all_gather"
-    size = _bytes_on_gpu(collective.node if gathers else collective.input)
-    reason = reasons.CONTRACTION_TOO_LARGE if gathers else reasons.COLUMNS_TOO_LARGE
+    whole = collective.node if gathers else collective.source
+    if place is None or place.axis == "rows" or value_of(whole).device.type != "cuda":
+        return None
+    size, reason = bytes_of(whole) or 0, reasons.CONTRACTION_TOO_LARGE if gathers else reasons.COLUMNS_TOO_LARGE
     return Refusal(reason, f"{size} bytes") if size > CONTRACTION_LIMIT else None
 
 
-def _bytes_on_gpu(node: fx.Node | None) -> int:
-    """Bytes of a tensor; 0 where it is not on CUDA or its size is symbolic."""
-    value = tensor_of(node)
-    return 0 if value is None or value.device.type != "cuda" else bytes_of(node) or 0
-
-
 def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:
-    for matmul in _matmuls(candidate):
-        a, b, out = tensor_of(matmul.a), tensor_of(matmul.b), tensor_of(matmul.node)
-        if a is None or b is None or out is None:
-            return Refusal(reasons.SHAPE_UNKNOWN, matmul.node.name)
-        bias = tensor_of(matmul.bias)
-        added = out.dtype if bias is None else bias.dtype
-        gathers = candidate.collective.kind == "all_gather"
-        operands, results = (a.dtype, b.dtype), {out.dtype, added}
-        plain = matmul.scaled is None and _plain_fits(*operands, results, gathers)
-        if not (plain or (matmul.scaled is not None and _scaled_fits(matmul, *operands, results))):
-            product = f"{a.dtype} @ {b.dtype} -> {out.dtype}" + ("" if bias is None else f", bias {bias.dtype}")
+    for matmul in candidate.proven.matmuls:
+        a, b, out = (value_of(node).dtype for node in (matmul.a, matmul.b, matmul.node))
+        bias, gathers = dtype_of(matmul.bias), candidate.collective.kind == "all_gather"
+        if not _fits(matmul, a, b, {out, bias or out}, gathers):
+            product = f"{a} @ {b} -> {out}" + ("" if bias is None else f", bias {bias}")
             return Refusal(reasons.DTYPE_UNSUPPORTED, f"{matmul.node.name}: {product}")
     return None
 
 
-def _plain_fits(a: torch.dtype, b: torch.dtype, results: set[torch.dtype], gathers: bool) -> bool:
-    """True for operands and results of one dtype; and for int8 that is gathered, whose products are int32."""
-    of_int8 = gathers and a == torch.int8 and results == {torch.int32}
-    return a == b and (of_int8 or (a in PLAIN_DTYPES and results == {a}))
+def _fits(matmul: Matmul, a: torch.dtype, b: torch.dtype, results: set[torch.dtype], gathers: bool) -> bool:
+    """True for operands and results of one dtype; and for int8 that is gathered, whose products are int32.
 
-
-def _scaled_fits(matmul: Matmul, a: torch.dtype, b: torch.dtype, results: set[torch.dtype]) -> bool:
-    """True for fp8 operands, of either kind; for int8; and for other products that are scaled after they are made."""
+    With scales, for fp8 operands, of either kind; for int8; and for other products that are scaled after they are made.
+    """
+    if matmul.scaled is None:
+        of_int8 = gathers and a == torch.int8 and results == {torch.int32}
+        return a == b and (of_int8 or (a in PLAIN_DTYPES and results == {a}))
     after = a == b and (a == torch.int8 or (bool(matmul.epilogue) and a in SCALED_OUT_DTYPES))
     return results <= {*SCALED_OUT_DTYPES} and ({a, b} <= {*FP8_DTYPES} or after)
 
 
 def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
-    for matmul in _matmuls(candidate):
+    for matmul in candidate.proven.matmuls:
         if matmul.scaled is not None and not _scales_match(matmul, matmul.scaled):
             return scales_mismatch(matmul, matmul.scaled)
     return None
@@ -401,22 +337,20 @@ def scales_supported(candidate: Candidate, context: Context) -> Refusal | None:
 
 def blocks_of_rows_whole(candidate: Candidate, context: Context) -> Refusal | None:
     """Blocks of several rows of A may not have rows of two ranks."""
-    chain = candidate.chain
-    tall = next((m for m in _matmuls(candidate) if m.scaled is not None and m.scaled.of_a.rows > 1), None)
-    if chain is None or tall is None:
-        return None
-    place, value = chain.placement, tensor_of(tall.a)
-    rows = place.inner if place is not None and place.axis == "rows" else None if value is None else value.shape[0]
-    together = 1 if tall.scaled is None else tall.scaled.of_a.rows
-    if isinstance(rows, int) and rows % together == 0:
-        return None
-    return Refusal(reasons.SCALES_BLOCKWISE, f"{tall.node.name}: {rows} rows together, in blocks of {together}")
+    place = candidate.proven.placement
+    for matmul in candidate.proven.matmuls:
+        together = 1 if matmul.scaled is None else matmul.scaled.of_a.rows
+        rows = place.inner if place is not None and place.axis == "rows" else value_of(matmul.a).shape[0]
+        if together > 1 and not (isinstance(rows, int) and rows % together == 0):
+            facts = f"{matmul.node.name}: {rows} rows together, in blocks of {together}"
+            return Refusal(reasons.SCALES_BLOCKWISE, facts)
+    return None
 
 
 def rows_keep_their_bits(candidate: Candidate, context: Context) -> Refusal | None:
     """Under `invariant` kernels make all matmuls of a chain on GPUs, and the sum over ranks is in rank order."""
-    chain, collective = candidate.chain, candidate.collective
-    if chain is None or context.config.invariant != "batch" or not on_wire(collective):
+    chain, collective = candidate.proven, candidate.collective
+    if context.config.invariant != "batch" or not on_wire(collective):
         return None
     gathers = collective.kind == "all_gather"
     for together in [chain.matmuls] if gathers else [(matmul,) for matmul in chain.matmuls]:
@@ -449,26 +383,21 @@ def _variant_reason(matmuls: Sequence[Matmul], world: int) -> str | None:
 
 def sizes_expressible(candidate: Candidate, context: Context) -> Refusal | None:
     """Symbolic sizes that the rewrite must write down have to be carried by the chain's inputs or by placeholders."""
-    chain = candidate.chain
-    if chain is None:
-        return None
+    chain = candidate.proven
     needed, readers = chain.sizes_written(context.sizes), chain.size_readers
     unknown = next((node for node in readers if "val" not in node.meta), None)
     if unknown is not None:
         return Refusal(reasons.SHAPE_UNKNOWN, unknown.name)
     needed += [context.sizes.read(node) for node in readers]
-    symbolic = [size for size in needed if not isinstance(size, int)]
-    if not symbolic:
-        return None
     sources = context.sizes.sources(chain.inputs)
-    lost = next((size for size in symbolic if express(size, sources) is None), None)
+    lost = next((size for size in needed if express(size, sources) is None), None)
     return None if lost is None else Refusal(reasons.SIZES_NOT_PROVEN, f"no input carries the size {lost}")
 
 
 def sent_as_it_is(candidate: Candidate, context: Context) -> Refusal | None:
     """Ranks send what the collective sends, in its order: what a rank does around it is its own affair."""
-    chain = candidate.chain
-    if chain is None or chain.hoist is not None:
+    chain = candidate.proven
+    if chain.hoist is not None:
         return None
     way, place, columns = chain.sent, chain.placement, context.sizes.of(value_of(chain.matmuls[0].node))[-1]
     tall = any(matmul.scaled is not None and matmul.scaled.of_a.rows > 1 for matmul in chain.matmuls)
@@ -480,9 +409,9 @@ def sent_as_it_is(candidate: Candidate, context: Context) -> Refusal | None:
 
 def above_threshold(candidate: Candidate, context: Context) -> Refusal | None:
     config = context.config
-    if candidate.chain is None or not (config.min_bytes or config.min_flops):
+    if not (config.min_bytes or config.min_flops):
         return None
-    cost = cost_of(candidate.chain)
+    cost = cost_of(candidate.proven)
     if cost.comm_bytes is not None and cost.comm_bytes < config.min_bytes:
         return Refusal(reasons.BELOW_THRESHOLD, f"{cost.comm_bytes} bytes < min_bytes={config.min_bytes}")
     if cost.flops is not None and cost.flops < config.min_flops:
@@ -491,9 +420,8 @@ def above_threshold(candidate: Candidate, context: Context) -> Refusal | None:
 
 
 def step_wanted(candidate: Candidate, context: Context) -> Refusal | None:
-    chain = candidate.chain
-    hoists = isinstance(chain, GatherChain) and chain.hoist is not None
-    return Refusal(reasons.STEP_SKIPPED, "hoist") if hoists and "hoist" in context.config.skip else None
+    skipped = candidate.proven.hoist is not None and "hoist" in context.config.skip
+    return Refusal(reasons.STEP_SKIPPED, "hoist") if skipped else None
 
 
 def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
@@ -509,12 +437,9 @@ def hoist_worthwhile(candidate: Candidate, context: Context) -> Refusal | None:
 
 def ranks_alike(candidate: Candidate, context: Context) -> Refusal | None:
     """Deviations are done on all ranks of the group, or on none; none is done where nothing compares their calls."""
-    chain = candidate.chain
-    if chain is None:
-        return None
+    chain = candidate.proven
     for text in context.words.of_chain(chain):
-        until = chain.follows if isinstance(chain, GatherChain) else None
-        facts = context.refused(candidate.collective.group_key, text, *chain.collectives, until=until)
+        facts = context.refused(candidate.collective.group_key, text, *chain.collectives, until=chain.follows)
         if facts is not None:
             return Refusal(reasons.RANKS_DIFFER, facts)
     return None
@@ -549,10 +474,6 @@ CHECKS: tuple[Check, ...] = (
 
 def _first(candidate: Candidate) -> Refusal | None:
     return candidate.refusals[0] if candidate.refusals else None
-
-
-def _matmuls(candidate: Candidate) -> tuple[Matmul, ...]:
-    return () if candidate.chain is None else candidate.chain.matmuls
 
 
 def _scales_match(matmul: Matmul, scaled: ScaledOptions) -> bool:

@@ -4,15 +4,10 @@
     whole ─▶ reduce_scatter ─────────────────▶ wait ─▶ …                no matmul next to it, or one that is taken
                   product ─▶ … ─▶ product                              neither needs the other
 
-A weight's gradient contracts over the gathered rows: each of its elements needs all of the gather, so its product has
-nothing to begin with while shards arrive. Other products have. Which ones is decided on the graph in which every fused
-chain is one node, so that the rewrite can move the collective before the first of them and the wait after the last.
-
-A collective that no matmul takes in is overlapped if it is more than latency and its group has a fused chain: FSDP's
-are best left to bucketing. Beside a reduce-scatter matmuls must run which are not fused (the link is free meanwhile)
-and take as long as it does. Each decision adds order constraints: its start before its matmuls, its wait after them.
-Later decisions and the bucketing keep them. Ranks share the order of what communicates: the start passes none of that,
-and the wait takes none with it.
+A weight's gradient contracts over the gathered rows, so that its product cannot begin while shards arrive. A collective
+that no matmul takes in is overlapped if it is more than latency and its group has a fused chain: FSDP's are best left
+to bucketing. Beside a reduce-scatter matmuls must run which are not fused, and take as long as it does. Each decision
+adds order constraints, which later ones and the bucketing keep. The start passes nothing that communicates.
 """
 
 from __future__ import annotations
@@ -25,11 +20,11 @@ from torch import fx
 
 from asynctp_passes import reasons
 from asynctp_passes.ir.collectives import is_only_awaited
-from asynctp_passes.ir.matmuls import is_matmul
+from asynctp_passes.ir.matmuls import contracts_rows, is_matmul
 from asynctp_passes.ir.operations import Collective, nodes_of
 from asynctp_passes.ir.order import communications
 from asynctp_passes.ir.traversal import live, segments
-from asynctp_passes.matching.chains import Decision, fused_chains
+from asynctp_passes.matching.chains import Decision, GatherChain, fused_chains
 from asynctp_passes.planning import cost_model
 from asynctp_passes.reasons import Reason, Refusal
 
@@ -75,7 +70,10 @@ def _needs_all(decision: Decision) -> bool:
     chain, refusal = decision.candidate.chain, decision.refusal
     if refusal is not None and not refusal.reason.needs_whole_gather:
         return False
-    return refusal is not None if chain is None else chain.contracts_all_rows
+    if chain is None:
+        return refusal is not None
+    contracted = isinstance(chain, GatherChain) and chain.placement.axis == "contraction"
+    return contracted and all(contracts_rows(matmul.node) for matmul in chain.matmuls)
 
 
 def _is_alone(decision: Decision, groups: set[str]) -> bool:
@@ -119,8 +117,7 @@ class _Product:
 class _Facts:
     """Facts about a graph, whatever is fused: places of nodes, which of them are used, and the work of the matmuls.
 
-    `after` has what a node is to come after besides its inputs, as a collective runs beside it, and `before` reversed;
-    `orders` has the same as pairs, in the order in which they were decided.
+    `after` has what a node is to come after besides its inputs, as a collective runs beside it, and `before` reversed.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -133,14 +130,12 @@ class _Facts:
         self.start_places = [self.place[node] for node in self.starts]
         self.after: dict[fx.Node, list[fx.Node]] = {}
         self.before: dict[fx.Node, list[fx.Node]] = {}
-        self.orders: list[tuple[fx.Node, fx.Node]] = []
 
     def keep(self, decision: Decision) -> None:
         """Let later decisions keep this collective beside its matmuls."""
         for first, then in order_beside(decision):
             self.after.setdefault(then, []).append(first)
             self.before.setdefault(first, []).append(then)
-            self.orders.append((first, then))
 
 
 class _Collapsed:
@@ -159,9 +154,6 @@ class _Collapsed:
             self._product(chain.matmuls[0].node, chain.anchor, cost_model.cost_of(chain).work, True) for chain in ops
         ]
         self.products = sorted(found, key=lambda product: product.place)
-        self._asked: set[fx.Node] = set()  # the communications so far, each with all of its fused chain
-        self._needed: set[fx.Node] = set()  # all that they come after
-        self._starts = self._orders = 0  # how many of `facts.starts` they are, and how many of `facts.orders` counted
 
     def _product(self, node: fx.Node, stands_at: fx.Node, flops: int | None, fused: bool) -> _Product:
         return _Product(node, self.place[stands_at], self.segments[stands_at], flops, fused)
@@ -173,9 +165,12 @@ class _Collapsed:
         """
         if not is_only_awaited(collective):
             return []
-        then = self.facts.before
-        after = self._reach(collective.results, lambda node: (*node.users, *then.get(node, ())), set())
-        before = self._needed_up_to(collective)
+        facts, start = self.facts, self.place[collective.node]
+        after = self._reach(collective.results, lambda node: (*node.users, *facts.before.get(node, ())))
+        until = bisect.bisect_right(facts.start_places, self.place[collective.start])
+        ahead = (collective.node, *facts.starts[:until])  # what communicates in front of it comes before it
+        units = [one for node in ahead for one in self.unit_of.get(node, (node,))]
+        before = self._reach(units, lambda node: (*node.all_input_nodes, *facts.after.get(node, ())))
         segment = self.segments[collective.node]
         if any(self.segments[wait] != segment for wait in collective.waits):
             return []
@@ -183,7 +178,6 @@ class _Collapsed:
         near = [one for one in self.products if one.segment == segment and (gathers or not one.fused)]
         reached = self._between_communications(collective, after)
         free = [one for one in near if one.node not in after and one.node not in before and one.place in reached]
-        start = self.place[collective.node]
         use = min((self.place[node] for node in after & self.matmuls), default=len(self.place))
         between = [one for one in free if start < one.place < use]
         others = [one for one in free if one.place > use] + [one for one in free[::-1] if one.place < start]
@@ -209,29 +203,9 @@ class _Collapsed:
         first = places[own - 1] if own else -1
         return range(first + 1, min(ends))
 
-    def _needed_up_to(self, collective: Collective) -> set[fx.Node]:
-        """All that a collective comes after, and the communications in front of it: one walk for all that are asked.
-
-        Collectives are asked in the order of the graph. One that is asked late gets what a later one needs, too.
-        """
-        facts, orders = self.facts, self.facts.orders[self._orders :]
-        until = bisect.bisect_right(facts.start_places, self.place[collective.start])
-        new = [collective.node, *facts.starts[self._starts : until]]
-        self._starts, self._orders = max(self._starts, until), len(facts.orders)
-        units = [one for node in new for one in self.unit_of.get(node, (node,))]
-        self._asked.update(units)
-        late = [then for _, then in orders if then in self._asked or then in self._needed]
-
-        def step(node: fx.Node) -> Iterable[fx.Node]:
-            return (*node.all_input_nodes, *facts.after.get(node, ()))
-
-        return self._reach([*units, *late], step, self._needed)
-
-    def _reach(
-        self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], seen: set[fx.Node]
-    ) -> set[fx.Node]:
-        """`seen` with all nodes that `step` leads to, and all of a fused chain if it leads to one of its nodes."""
-        stack = list(starts)
+    def _reach(self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+        """All nodes that `step` leads to, and all of a fused chain if it leads to one of its nodes."""
+        seen, stack = set[fx.Node](), list(starts)
         while stack:
             for then in step(stack.pop()):
                 found = set(self.unit_of.get(then, (then,))) - seen

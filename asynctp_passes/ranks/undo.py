@@ -13,7 +13,7 @@ from asynctp_passes.errors import AsyncTPError
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.records import Answer, Answers, Question
 from asynctp_passes.planning.deviations import communicated
-from asynctp_passes.planning.plan import Plan, questions_of, unfused, with_accords
+from asynctp_passes.planning.plan import Plan, questions_of, unfused
 from asynctp_passes.ranks.accord import ask, refuse
 from asynctp_passes.reporting import internal
 from asynctp_passes.reporting.build import report_of_failure
@@ -142,7 +142,7 @@ class UndoOnError:
             self.ask(questions_of(unfused(self._graph, self._config, {})))
         asked = self.questions or []
         answers = dict(zip([one.group for one in asked], self.answers or [Answer()] * len(asked), strict=True))
-        return with_accords(unfused(self._graph, self._config, answers), answers)
+        return unfused(self._graph, self._config, answers)
 
 
 def _move_all(graph: fx.Graph, plan: Plan) -> None:

@@ -3,17 +3,10 @@
     saved   t(cast(gathered)), of a gathered tensor's bytes     ─▶  backward: t(cast(all_gather(shard)))
                                                                     and the forward saves the shard
 
-Torch's partitioner has divided the graph of forward and backward already. So what is kept is known, and nothing else
-changes: each saved tensor that is computed from the gathered one, without a matmul in between, has to be expressed.
-That is to be computed again by ops that have the same bits whenever they are done. It may start from the gather and
-from tensors that the backward reads anyway. Where the shard itself cannot be expressed so, it is saved.
-
-All that it starts from is memory that this graph has made and does not return. To an input, a parameter or a result the
-program may write before the backward. Even where the backward reads there anyway, it may read only a part, or only the
-sign, or mean the new values.
-
-Each gather is looked at alone, and needs nothing that another one could take away. So whether ranks refuse another one
-changes nothing.
+Torch's partitioner has divided the graph already. Each saved tensor that is computed from the gathered one, without a
+matmul in between, has to be computed again by ops that have the same bits whenever they are done. That may start from
+the gather, from tensors that the backward reads anyway, and from the shard, which is saved if it has to be. All this is
+memory that the graph has made and does not return: to other memory the program may write before the backward.
 """
 
 from __future__ import annotations
@@ -24,9 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from asynctp_passes.ir.collectives import read_collectives
-from asynctp_passes.ir.marks import CANDIDATE
-from asynctp_passes.ir.memory import owners_of, program_memory, written_memory
+from asynctp_passes.ir.collectives import awaited_item, read_collectives
 from asynctp_passes.ir.nodes import (
     called_name,
     is_known_collective,
@@ -37,10 +28,11 @@ from asynctp_passes.ir.nodes import (
     op_name,
     tensor_of,
     traits_of,
+    written_by,
 )
 from asynctp_passes.ir.op_traits import View
 from asynctp_passes.ir.operations import Collective
-from asynctp_passes.ir.order import communicates, communications
+from asynctp_passes.ir.order import CANDIDATE, communicates, communications
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.planning.deviations import of_rematerialized
 from asynctp_passes.torch_private import partitioner, symbolic_sizes, torch_ops
@@ -50,9 +42,6 @@ _SMALL = 16
 
 _LEAST_GAIN = 8
 """Rematerialization has to save at least this part of the gathered bytes, one in so many."""
-
-_NUMBERS = ("_operator", "math", "torch")
-"""Modules of the functions that compute sizes."""
 
 
 def _repeats(node: fx.Node) -> bool:
@@ -64,7 +53,7 @@ def _repeats(node: fx.Node) -> bool:
         return False
     traits = traits_of(node)
     if is_number(node):
-        return traits.size or getattr(node.target, "__module__", "") in _NUMBERS
+        return traits.size or getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
     if op_name(node) == "getitem":
         return traits_of(node.all_input_nodes[0]).view in (View.SPLIT, View.UNBIND)
     if is_known_collective(node) or not called_name(node).startswith(("aten.", "prims.")):
@@ -111,8 +100,6 @@ class Halves:
     """The two graphs that the partitioner has made of one.
 
     Attributes:
-        forward: That of the forward.
-        backward: That of the backward.
         outputs: The outputs of the forward.
         results: How many of these are results of the program. The others are saved.
         tagged: Names of the nodes on which activation checkpointing decides. The partitioner sets such tags, too.
@@ -127,12 +114,9 @@ class Halves:
         saved = self.saved
         inputs = [node for node in backward.nodes if node.op == "placeholder"]
         distinct = all(isinstance(node, fx.Node) for node in saved) and len(set(saved)) == len(saved)
-        self.is_known = results is not None and distinct
-        ordered: list[fx.Node] = []
-        if self.is_known:
-            numbers = [node for node in saved if is_number(node)]
-            ordered = [*numbers, *(node for node in saved if not is_number(node))]
-            self.is_known = [one.name for one in ordered] == [one.name for one in inputs[: len(ordered)]]
+        ordered = [*filter(is_number, saved), *(node for node in saved if not is_number(node))] if distinct else []
+        alike = [one.name for one in ordered] == [one.name for one in inputs[: len(ordered)]]
+        self.is_known = results is not None and distinct and alike
         self.given = dict(zip(ordered, inputs, strict=False)) if self.is_known else {}
 
     @property
@@ -147,13 +131,9 @@ class Halves:
 
 
 def find_rematerializations(halves: Halves) -> tuple[list[Rematerialization], dict[fx.Node, str]]:
-    """Find the marked gathers that the backward can make again.
+    """Find the gathers of the forward that are marked as `CANDIDATE`, and that the backward can make again.
 
-    Args:
-        halves: The two graphs. Gathers of the forward are marked by `CANDIDATE` in their `meta`.
-
-    Returns:
-        These; and the reason for each other marked gather that the backward needs, by the gather's node.
+    Also the reason for each other marked gather that the backward needs, by its node.
     """
     gathers = [one for one in read_collectives(halves.forward) if CANDIDATE in one.node.meta and one.call is None]
     if not gathers:
@@ -202,11 +182,7 @@ class _Search:
                 yield node
 
     def of(self, gather: Collective) -> Rematerialization | None:
-        """How a gather is made again; None where the backward needs nothing of it.
-
-        Raises:
-            _CannotBe: It is not made again, for this reason.
-        """
+        """How a gather is made again; None where the backward needs nothing of it. Raises `_CannotBe` with a reason."""
         whole, saved = _bytes(gather.node), self._values[gather.node]
         if not saved:
             return None
@@ -238,11 +214,7 @@ class _Search:
         return Rematerialization(gather, tuple(values), tuple(sorted(copies)), kept, first, len(earlier), text)
 
     def _shard_to_save(self, gather: Collective) -> fx.Node | None:
-        """The shard, where it has to be saved; None where it can be expressed.
-
-        Raises:
-            _CannotBe: It may not be saved.
-        """
+        """The shard, where it has to be saved; None where it can be expressed. Raises `_CannotBe` if it may not be."""
         shard = gather.source
         try:
             self._expressed(shard, (), self._leaves)
@@ -273,15 +245,9 @@ class _Search:
         return {symbol for number in numbers for symbol in symbolic_sizes.free_symbols(number)}
 
     def _expressed(self, value: fx.Node, own: Collection[fx.Node], leaves: Container[fx.Node]) -> set[fx.Node]:
-        """The nodes that compute a value again.
+        """The nodes that compute a value of the forward again, from `leaves` and the gather's own nodes.
 
-        Args:
-            value: Of the forward.
-            own: The nodes of the gather that is made again.
-            leaves: What the backward has.
-
-        Raises:
-            _CannotBe: One of them cannot be computed.
+        Raises `_CannotBe` where one of them cannot be computed.
         """
         found: set[fx.Node] = set()
         stack = [value]
@@ -310,3 +276,48 @@ class _Search:
 def _bytes(node: fx.Node) -> int:
     value = tensor_of(node)
     return 0 if value is None else symbolic_sizes.expected_bytes(value)
+
+
+# --- in whose memory the values of a graph's nodes lie ----------------------------------------------------------
+def owners_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node, the one that made the memory in which its values lie: itself, unless it is a view of another.
+
+    A node that may be a view, or a copy, counts as a view.
+    """
+    owners: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        source = _viewed(node)
+        owners[node] = node if source is None else owners[source]
+    return owners
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The node in whose memory a node's values may lie; None for memory of its own."""
+    source = next((one for one in node.all_input_nodes if not is_number(one)), None)
+    if source is None or node.op != "call_function":
+        return None
+    if op_name(node) == "getitem":
+        if (awaited := awaited_item(node)) is not None:
+            return awaited
+        is_alias = traits_of(source).view is not None or torch_ops.may_alias(source)
+        return source if is_alias or not torch_ops.is_op(source.target) else None
+    traits = traits_of(node)
+    same = traits.view is not None and not traits.copies  # as a wait, whose schema does not say so
+    return source if same or torch_ops.may_alias(node) else None
+
+
+def program_memory(graph: fx.Graph, owners: dict[fx.Node, fx.Node], results: int | None = None) -> set[fx.Node]:
+    """The owners whose memory the program has: inputs of a graph, and what its results lie in. It can write there.
+
+    The first `results` of its outputs are results; all if None.
+    """
+    outputs = graph.output_node().args[0]
+    taken = list(outputs)[:results] if isinstance(outputs, list | tuple) else [outputs]
+    inputs = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
+    return inputs | {owners[node] for node in taken if isinstance(node, fx.Node)}
+
+
+def written_memory(graph: fx.Graph, owners: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The owners whose memory in-place operations of the graph change, or may change."""
+    writers = [node for node in graph.nodes if mutates(node)]
+    return {owners[one] for node in writers for one in (node, *written_by(node))}

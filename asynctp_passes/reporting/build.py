@@ -12,7 +12,6 @@ from torch import fx
 from asynctp_passes import ops
 from asynctp_passes.config import Config
 from asynctp_passes.ir.collectives import read_collectives
-from asynctp_passes.ir.marks import REMATERIALIZED
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import (
     arguments,
@@ -26,6 +25,7 @@ from asynctp_passes.ir.nodes import (
 )
 from asynctp_passes.ir.op_traits import Reduction, View
 from asynctp_passes.ir.operations import Collective
+from asynctp_passes.ir.order import REMATERIALIZED
 from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of
 from asynctp_passes.matching.chains import Bucket, Candidate, Decision, GatherChain, Hoist, ScatterChain, Term

@@ -65,10 +65,7 @@ def _is_of_numbers(node: fx.Node) -> bool:
 def erase_unused(graph: fx.Graph, candidates: set[fx.Node], shared: Iterable[fx.Node] = ()) -> None:
     """Erase those of some nodes that have no users, or no others than such, then what only `shared` ones keep alive.
 
-    Args:
-        graph: The graph.
-        candidates: The nodes; those that are erased leave the set.
-        shared: Those of them that are collectives of several tensors, or waits for them (`shared_by`).
+    Those that are erased leave the set. `shared` are collectives of several tensors, and waits for them (`shared_by`).
     """
     _erase(graph, candidates)
     for node in shared:

@@ -24,9 +24,8 @@ from asynctp_passes.layout.propagation import views_of
 from asynctp_passes.matching.chains import Bucket, OwnPart
 from asynctp_passes.ops.calls import INVARIANT
 from asynctp_passes.planning.legality import on_wire
-from asynctp_passes.rewriting.builder import Builder, RewriteState, Site
+from asynctp_passes.rewriting.builder import Builder, RewriteState, mark_items
 from asynctp_passes.rewriting.cleanup import erase_unused, shared_by
-from asynctp_passes.rewriting.places import mark_items
 from asynctp_passes.torch_private import symbolic_sizes
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -49,7 +48,7 @@ def emit_left_items(state: RewriteState) -> None:
     for call in dict.fromkeys(one.call for one in several if one.call is not None):
         marks = mark_items(state, call)
         for index, item in left_items(call).items():  # they would go with those that are taken in
-            _emit(Builder(state, Site(item), marks[index]), item)
+            _emit(Builder(state, item, marks[index]), item)
 
 
 def emit_alone(state: RewriteState) -> None:
@@ -59,7 +58,7 @@ def emit_alone(state: RewriteState) -> None:
     for collective in state.plan.alone:
         place = state.items.get(collective.node, collective.start)
         shares = shared_by((collective,))
-        build = Builder(state, Site(collective), place)
+        build = Builder(state, collective, place)
         _emit(build, collective)
         if build.made:  # else it stays where it is, and has become ours
             old |= {*collective.nodes, *shares, *(() if collective.call is None else collective.call.users)}
@@ -76,10 +75,10 @@ def _emit(build: Builder, collective: Collective) -> None:
     state, node, value = build.state, collective.node, tensor_of(collective.node)
     torchs = op_name(node).startswith(("_c10d_functional.", "_c10d_functional_autograd."))
     if collective.call is None and torchs and value is not None and symbolic_sizes.is_contiguous(value):
-        use_own_op(collective, options_of(state, collective, state.is_kept_by_all(collective)))
+        use_own_op(collective, options_of(state, collective, node in state.kept_by_all))
         return
     ours = state.plan.is_own(collective) and on_wire(collective)
-    options = options_of(state, collective, state.is_kept_by_all(collective)) if ours else {}
+    options = options_of(state, collective, node in state.kept_by_all) if ours else {}
     op = (OWN_OPS if ours else _TORCHS)[collective.kind]
     done = build.call(_c10d.wait_tensor.default, build.call(op, *_started_with(build, collective), **options))
     if collective.is_unused:
@@ -95,7 +94,7 @@ def emit_own_parts(state: RewriteState) -> None:
     for candidate in state.plan.own_parts:
         collective, part = candidate.collective, candidate.own_part
         assert part is not None
-        build = Builder(state, Site(collective), collective.start)
+        build = Builder(state, collective, collective.start)
         for reader in [user for node in collective.results for user in node.users if is_size(user)]:
             reader.args = (build.now(collective.source), *reader.args[1:])
         blocks = build.reshape(build.now(collective.source), (collective.group_size, *part.shape))
@@ -150,10 +149,7 @@ def _as_it_was(build: Builder, collective: Collective, done: fx.Node) -> fx.Node
 
 
 def use_own_op(collective: Collective, options: Mapping[str, Any]) -> None:
-    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it.
-
-    options: See `options_of`.
-    """
+    """Make torch's collective asynctp's, which leaves the GPU's SMs to what runs beside it, with its `options_of`."""
     node, values = collective.node, arguments(collective.node)
     reduction = (collective.reduce_op,) if collective.kind != "all_gather" else ()
     size = (collective.group_size,) if collective.kind != "all_reduce" else ()
@@ -175,18 +171,12 @@ def options_of(state: RewriteState, collective: Collective, kept_by_all: bool = 
 
 # --- several as one --------------------------------------------------------------------------------------------
 def emit_bucket(state: RewriteState, bucket: Bucket, front: fx.Node) -> fx.Node:
-    """Make one all-reduce of all members' elements; each member's result is memory of its own, as it was.
+    """Make one all-reduce of all members' elements, and return these; each result is memory of its own, as it was.
 
-    Args:
-        state: The graph.
-        bucket: The all-reduces.
-        front: It comes before this node, where no fused op stands there.
-
-    Returns:
-        What is reduced: the elements of all members.
+    It comes before `front`, where no fused op stands there.
     """
     anchor = state.starts[state.fused[bucket.place]] if bucket.place in state.fused else front
-    build = Builder(state, bucket, anchor)
+    build = Builder(state, bucket.collective, anchor, bucket.inputs)
     values = [value_of(node) for node in bucket.inputs]
     lengths = [math.prod(value.shape) for value in values]
     flat = [build.reshape(build.now(node), (length,)) for node, length in zip(bucket.inputs, lengths, strict=True)]
@@ -199,18 +189,14 @@ def emit_bucket(state: RewriteState, bucket: Bucket, front: fx.Node) -> fx.Node:
     for index, (member, value) in enumerate(zip(bucket.members, values, strict=True)):
         piece = build.call(operator.getitem, pieces, index, like=member.node)
         result = build.call(_aten.clone.default, build.reshape(piece, tuple(value.shape)), like=member.node)
-        for wait in _waits_again(member):
+        again = [node for node in views_of(member.waits) if node not in member.waits and op_name(node) == WAIT]
+        for wait in again:  # for what has been waited for already, or a view of it
             build.replace(wait, wait.args[0])  # type: ignore[arg-type]  # a node
             build.graph.erase_node(wait)
         for wait in member.waits:
             build.replace(wait, result)
     erase_unused(state.graph, {node for member in bucket.members for node in member.results})
     return joined
-
-
-def _waits_again(member: Collective) -> list[fx.Node]:
-    """The waits for a result that has been waited for already, or for a view of it."""
-    return [node for node in views_of(member.waits) if node not in member.waits and op_name(node) == WAIT]
 
 
 def _like_first(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

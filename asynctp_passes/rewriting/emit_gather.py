@@ -7,26 +7,29 @@ shard → all_gather → wait → op* → mm+         becomes   shard → op* �
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from asynctp_passes.ir.collectives import is_only_awaited
 from asynctp_passes.ir.matmuls import added_matrix
-from asynctp_passes.ir.nodes import value_of
-from asynctp_passes.ir.operations import ScaledOptions, nodes_of
-from asynctp_passes.ir.sizes import Size, product, same
+from asynctp_passes.ir.nodes import is_random, traits_of, value_of
+from asynctp_passes.ir.op_traits import Reduction
+from asynctp_passes.ir.operations import Collective, nodes_of
+from asynctp_passes.ir.sizes import product, same
+from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.placement import GatherPlacement
-from asynctp_passes.matching.chains import GatherChain
-from asynctp_passes.rewriting.builder import Builder
+from asynctp_passes.matching import near_miss
+from asynctp_passes.matching.chains import CrossRankReduction, GatherChain, Hoist, Part, SideGather
+from asynctp_passes.planning.legality import on_wire
+from asynctp_passes.rewriting.builder import Builder, column_scale, right_operand, row_bias, row_scale, shape_of_scales
 from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
-from asynctp_passes.rewriting.emit_alone import options_of
-from asynctp_passes.rewriting.emit_on_shard import finish_side_gathers, parts_on_shard, start_side_gathers
-from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale, shape_of_scales
-from asynctp_passes.torch_private import inductor_options
+from asynctp_passes.rewriting.emit_alone import OWN_OPS, options_of, use_own_op
+from asynctp_passes.torch_private import inductor_options, symbolic_sizes
 
-_aten = torch.ops.aten
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 def emit_gather(build: Builder, chain: GatherChain) -> fx.Node:
@@ -93,7 +96,7 @@ def _call_gather(
     returns = chain.returned is not None or (alone and inductor_options.misreads_lists_of_one())
     ending = (returns, gather.group_size, gather.group)
     scales = _scales(build, chain, shard, gather_dim, parts)
-    options = options_of(build.state, gather, build.state.is_kept_by_all(gather))
+    options = options_of(build.state, gather, gather.node in build.state.kept_by_all)
     if chain.takes_ranges:
         options["b_rows"] = [number for matmul in matmuls for number in _range_of(build, chain, matmul.a)]
     op = torch.ops.asynctp.all_gather_matmul.default
@@ -113,11 +116,8 @@ def _scales(
     a_scale = _gather_scale(build, chain, shard, gather_dim, parts)
     b_scales = [column_scale(build, one) for one in scaled]
     how = [chain.scale_placement is not None, scaled[0].out_dtype, scaled[0].use_fast_accum]
-    along = (
-        []
-        if chain.gathered_row_numbers is None
-        else [_part_of_row_numbers(build, chain, shard, parts[chain.gathered_row_numbers])]
-    )
+    numbers = chain.gathered_row_numbers
+    along = [] if numbers is None else [_part_of_row_numbers(build, chain, shard, parts[numbers])]
     return [a_scale, b_scales, *how, *along]
 
 
@@ -150,14 +150,11 @@ def _gather_scale(
         return build.reshape(part, shape_of_scales(own, scaled))
     if gather_dim < len(own) - 1:
         own[gather_dim] = own[gather_dim] * chain.collective.group_size
-    if chain.placement.shard.is_reshape or chain.hoist is not None or same(product(_shape_of_scale(build, scaled)), 1):
+    count = product(build.shape(build.now(scaled.given_a_scale)))
+    if chain.placement.shard.is_reshape or chain.hoist is not None or same(count, 1):
         return row_scale(build, scaled, own)
     rows = row_scale(build, scaled, (product(own[:-1]), own[-1]))
     return build.reshape(_rows_in_place(build, chain, rows, back=True), shape_of_scales(own, scaled))
-
-
-def _shape_of_scale(build: Builder, scaled: ScaledOptions) -> Sequence[Size]:
-    return build.shape(build.now(scaled.given_a_scale))
 
 
 def _return_gathered(build: Builder, chain: GatherChain, returned: fx.Node, full: fx.Node) -> None:
@@ -233,3 +230,103 @@ def _rows_in_place(build: Builder, chain: GatherChain, tensor: fx.Node, *, back:
 def _placement_as_sent(chain: GatherChain) -> GatherPlacement:
     """Where the fused op's rows are: the shard travels as the collective has it, and what is hoisted as it is taken."""
     return chain.placement if chain.hoist is not None else chain.placement.as_sent
+
+
+# --- on the shard: what the program computes of the gathered tensor, and gathers of what is small of that -------------
+def parts_on_shard(build: Builder, chain: GatherChain) -> dict[fx.Node, fx.Node]:
+    """This rank's parts of the gathered tensors and of what the hoisted ops compute from them, by the whole tensors."""
+    parts = {gather.node: build.now(gather.source) for gather in chain.collectives}
+    local: dict[fx.Node, fx.Node] = {}
+    for step in () if chain.hoist is None else chain.hoist.computed:
+        local |= {operand: build.now(operand) for operand in step.others}
+        local |= {one: build.call(_aten.slice.Tensor, local[one], dim, 0, 1, like=one) for one, dim in step.filled}
+        for operand, part in step.parts:
+            if operand not in local:
+                local[operand] = _arranged(build, parts[part.root], part, like=operand)
+        args, kwargs = fx.map_arg((step.args, step.kwargs), local.__getitem__)
+        parts[step.node] = build.call(step.target, *args, like=step.node, **kwargs)
+    for one in () if chain.hoist is None else chain.hoist.cross_rank:
+        _find_over_ranks(build, chain.collective, one, parts[one.step.node])
+    return parts
+
+
+def _find_over_ranks(build: Builder, gather: Collective, one: CrossRankReduction, part: fx.Node) -> None:
+    """The maximum of what the ranks have found, each in its part; it may come late if the fused op can do without."""
+    call = partial(build.call, like=one.step.node)
+    row = build.contiguous(build.reshape(part, (1, *build.shape(part))))
+    started = _start_gather(build, gather, row, one.step.node)
+    first = len(build.made)
+    each = call(_c10d.wait_tensor.default, started)
+    most = traits_of(one.step.node).reduces is Reduction.MAX
+    found = call(_aten.amax.default if most else _aten.amin.default, each, [0])
+    for node in one.nodes:
+        build.replace(node, found if node is one.nodes[0] else build.call(_aten.clone.default, found))
+    build.late += [] if one.needed else build.made[first:]
+
+
+def _arranged(build: Builder, source: fx.Node, part: Part, like: fx.Node) -> fx.Node:
+    """The part of a view, from that of its root; row-major where the whole view is, so that ops run as they did."""
+    value = value_of(like)
+    seen = build.bitcast(source, value.dtype)
+    arranged = build.reshape(build.rearranged(seen, part.way), part.shape)
+    return build.contiguous(arranged) if symbolic_sizes.is_contiguous(value) else arranged
+
+
+def start_side_gathers(build: Builder, chain: GatherChain, parts: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Start to gather the small tensors on their own, before the fused op; equal ones once."""
+    hoist = chain.hoist
+    if hoist is None:
+        return {}
+    roots = dict.fromkeys(one.root for one in hoist.side_gathers if one.root is not hoist.row_numbers)
+    return {root: _start_gather(build, chain.collective, build.contiguous(parts[root]), root) for root in roots}
+
+
+def _start_gather(build: Builder, gather: Collective, part: fx.Node, like: fx.Node) -> fx.Node:
+    """Start to gather small parts along dim 0, by the transport of the gather that they belong to."""
+    ours = build.state.plan.is_own(gather) and on_wire(gather)
+    start = OWN_OPS["all_gather"] if ours else _c10d.all_gather_into_tensor.default
+    options = options_of(build.state, gather) if ours else {}
+    return build.call(start, part, gather.group_size, gather.group, like=like, **options)
+
+
+def finish_side_gathers(
+    build: Builder, hoist: Hoist, started: dict[fx.Node, fx.Node], row_numbers: fx.Node | None
+) -> None:
+    """Wait for small tensors after the fused op, and give them to their users; equal ones do not share memory."""
+    first = len(build.made)
+    done: dict[fx.Node, fx.Node] = {}
+    for one in hoist.side_gathers:
+        if one.root in done:
+            gathered = build.call(_aten.clone.default, build.reshape(done[one.root], build.shape(one.node)))
+        elif one.root is hoist.row_numbers and row_numbers is not None:
+            gathered = done[one.root] = build.reshape(row_numbers, build.shape(one.node))
+        else:
+            gathered = done[one.root] = _ranks_in_place(build, one, started[one.root])
+        build.replace(one.node, gathered)
+    build.late += build.made[first:]
+
+
+def _ranks_in_place(build: Builder, one: SideGather, started: fx.Node) -> fx.Node:
+    """Wait for a small tensor, which comes with the ranks outermost, and bring them to where they were."""
+    ranks = started.args[1]
+    gathered = build.call(_c10d.wait_tensor.default, started)
+    if not same(one.outer, 1):
+        gathered = build.permute(build.reshape(gathered, (ranks, one.outer, one.inner)), [1, 0, 2])
+    return build.reshape(gathered, build.shape(one.node))
+
+
+def nodes_after_kept_gather(build: Builder, chain: GatherChain) -> set[fx.Node]:
+    """The nodes that may come late, where a gather stays, which comes after the fused op.
+
+    Those are the waits for it and for the gathers beside the fused op, and what has to follow them in front of the
+    first matmul, but for other collectives. A gather that nothing waits for is over when it returns.
+    """
+    gather, first = chain.collective, min(nodes_of(chain.matmuls))
+    if is_only_awaited(gather):
+        use_own_op(gather, options_of(build.state, gather))
+    late = {*gather.waits, *build.late}
+
+    def comes_late(node: fx.Node) -> bool:
+        return node in late or (node < first and near_miss.transparent(node) and not is_random(node))
+
+    return reachable(late, lambda node: node.users, comes_late)

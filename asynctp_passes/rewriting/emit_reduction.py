@@ -21,10 +21,9 @@ from asynctp_passes.ir.sizes import Size, product, same, same_strides
 from asynctp_passes.layout.placement import ScatterPlacement
 from asynctp_passes.layout.propagation import is_sum
 from asynctp_passes.matching.chains import ScatterChain, Term
-from asynctp_passes.rewriting.builder import Builder
+from asynctp_passes.rewriting.builder import Builder, column_scale, right_operand, row_bias, row_scale, shape_of_scales
 from asynctp_passes.rewriting.cleanup import read_sizes_elsewhere
 from asynctp_passes.rewriting.emit_alone import give_own_part, options_of
-from asynctp_passes.rewriting.operands import column_scale, right_operand, row_bias, row_scale, shape_of_scales
 
 _aten = torch.ops.aten
 
@@ -38,14 +37,9 @@ def emit_reduction(build: Builder, chain: ScatterChain) -> fx.Node:
 
 def _emit_scatter(build: Builder, chain: ScatterChain, place: ScatterPlacement) -> fx.Node:
     scatter = chain.collective
-    if chain.sent.is_reshape:
-        a_parts = [
-            _product_rows(build, chain, place, _padded(build, chain, build.now(matmul.a))) for matmul in chain.matmuls
-        ]
-    else:
-        a_parts = [_rows_as_sent(build, chain, build.now(matmul.a)) for matmul in chain.matmuls]
+    a_parts = [_product_rows(build, chain, place, build.now(matmul.a)) for matmul in chain.matmuls]
     scatter_dim = value_of(a_parts[0]).dim() - (1 if place.axis == "columns" else 2)
-    op = _call_reduction(build, chain, a_parts, (scatter_dim,), (scatter.group_size,))
+    op = _call_reduction(build, chain, a_parts, scatter_dim)
     shape = build.shape(scatter.node) if chain.own_part is None else chain.own_part.shape
     out = build.reshape(build.contiguous(op), shape)
     _give_result(build, chain, out)
@@ -97,14 +91,8 @@ def _emit_all_reduce(build: Builder, chain: ScatterChain) -> fx.Node:
     return op
 
 
-def _call_reduction(
-    build: Builder,
-    chain: ScatterChain,
-    a_parts: list[fx.Node],
-    where: tuple[int, ...] = (),
-    size: tuple[int, ...] = (),
-) -> fx.Node:
-    """The fused op; only that of a reduce-scatter is told `where` to scatter, and the group's `size`."""
+def _call_reduction(build: Builder, chain: ScatterChain, a_parts: list[fx.Node], *scatter_dim: int) -> fx.Node:
+    """The fused op; only that of a reduce-scatter is told where to scatter, and the group's size."""
     matmuls, collective = chain.matmuls, chain.collective
     b_parts = [right_operand(build, matmul) for matmul in matmuls]
     biases = [row_bias(build, matmul) for matmul in matmuls]
@@ -121,12 +109,16 @@ def _call_reduction(
         scales = [a_scales, b_scales, scaled[0].out_dtype, scaled[0].use_fast_accum]
     given = {name: value for name, value in optional.items() if value is not None}
     op = getattr(torch.ops.asynctp, chain.kind).default
-    how = (collective.reduce_op, *where, *size, collective.group)
+    size = (collective.group_size,) if scatter_dim else ()
+    how = (collective.reduce_op, *scatter_dim, *size, collective.group)
     return build.call(op, a_parts, b_parts, biases, *how, *scales, **given, **options_of(build.state, collective))
 
 
 def _product_rows(build: Builder, chain: ScatterChain, place: ScatterPlacement, a: fx.Node) -> fx.Node:
     """A left operand [M, K] with its rows as [outer, ranks * inner], so that the scatter dim is one of its own."""
+    if not chain.sent.is_reshape:
+        return _rows_as_sent(build, chain, a)
+    a = _padded(build, chain, a)
     if place.axis == "columns" or same(place.outer, 1):
         return _as_rows(build, a)
     return build.reshape(a, (place.outer, place.inner * chain.collective.group_size, build.shape(a)[-1]))

@@ -68,14 +68,8 @@ def schedule(
 ) -> dict[fx.Node, list[fx.Node]]:
     """Restore the order where an operand of a later matmul moved, and move collectives beside their matmuls.
 
-    Args:
-        graph: The graph.
-        moves: What is to move.
-        work: Floating point operations of each fused op.
-        segment: For each node the number of its stretch between in-place operations (`segments`).
-
-    Returns:
-        For some nodes, the nodes that must run before them, besides their inputs.
+    `work` has the operations of each fused op, and `segment` each node's stretch between in-place operations. Returned
+    are for some nodes the nodes that must run before them, besides their inputs.
 
     Raises:
         RuntimeError: The order of communication is not the plan's, which ranks share. An error of this package.
@@ -126,12 +120,8 @@ def put_in_program_order(graph: fx.Graph) -> None:
 
 def _warn_of_moves(graph: fx.Graph) -> None:
     """Say that ranks may communicate in unlike orders: this pass alone does not see the order of the program."""
-    moved = (
-        unrecorded(graph)
-        if inductor_order.is_compiled(graph) and inductor_options.current("reorder_for_locality")
-        else []
-    )
-    if moved:
+    moves = inductor_order.is_compiled(graph) and inductor_options.current("reorder_for_locality")
+    if moves and (moved := unrecorded(graph)):
         log.warning(
             "asynctp: %s: Inductor may have moved %s to where the results are used, and so differently on ranks that "
             "compute different things. Remedy: give it RematerializePass() as joint_custom_post_pass too, which notes "
@@ -216,10 +206,8 @@ def _wanted_places(
     """The positions of all nodes; of what an early node is computed from, that node's where it is smaller."""
     wanted = dict(position)
     for target in early:
-        stack = [
-            *target.all_input_nodes,
-            *(source for node in target.all_input_nodes for source in node.all_input_nodes),
-        ]
+        direct = target.all_input_nodes
+        stack = [*direct, *(source for node in direct for source in node.all_input_nodes)]
         while stack:
             node = stack.pop()
             if wanted[node] > position[target]:
@@ -250,12 +238,6 @@ def _arrange(order: Sequence[fx.Node]) -> None:
     """Bring all nodes of a graph into another order."""
     for before, node in pairwise(order):
         before.append(node)
-
-
-def _move_before(ends: Iterable[fx.Node], first: fx.Node) -> None:
-    """Move nodes, with all that they are computed from, in front of a node that needs none of them."""
-    for node in sorted(reachable(ends, where=lambda node: node > first)):
-        first.prepend(node)
 
 
 def _move_after(starts: Iterable[fx.Node], last: fx.Node) -> None:
@@ -294,7 +276,9 @@ def _order_in_flight(
     if not flying:
         return {}
     waits = {wait for gather, _ in flying for wait in gather.waits}
-    calls = [node for node in graph.nodes if node in products or (_is_a_call(node) and node not in waits)]
+    others = (node for node in graph.nodes if node not in waits and node not in products)
+    starts = {node for node in others if communicates(node) or inductor_order.is_called(node.target)}
+    calls = [node for node in graph.nodes if node in products or node in starts]  # no kernel that Inductor could fuse
     ordered: dict[fx.Node, list[fx.Node]] = {}
     for gather, op in flying:
         start, end = gather.node, min(gather.waits)
@@ -307,11 +291,6 @@ def _order_in_flight(
         for wait in gather.waits if beside else ():
             ordered.setdefault(wait, []).extend(beside)
     return ordered
-
-
-def _is_a_call(node: fx.Node) -> bool:
-    """True for what Inductor calls, and makes no kernel of that it could fuse: such ops, and starts of collectives."""
-    return communicates(node) or inductor_order.is_called(node.target)
 
 
 def wait_with_sources(segment: Mapping[fx.Node, int]) -> None:
@@ -338,7 +317,9 @@ def _overlap(collective: Collective, products: Sequence[fx.Node]) -> None:
     """
     earlier = [node for node in products if node < collective.node and not _passes(node, collective.node)]
     if earlier:
-        _move_before([collective.node], min(earlier))
+        first = min(earlier)
+        for node in sorted(reachable([collective.node], where=lambda node: node > first)):
+            first.prepend(node)
     later = [node for node in products if node > collective.node and not _carries(collective.waits, node)]
     if later:
         _move_after(collective.waits, max(later))

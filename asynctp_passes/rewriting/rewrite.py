@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
-from asynctp_passes.ir.nodes import call_of
-from asynctp_passes.ir.order import communications
+from asynctp_passes.ir.nodes import call_of, tensor_of, value_of
+from asynctp_passes.ir.operations import Collective
+from asynctp_passes.ir.order import communicates, communications
 from asynctp_passes.matching.chains import Chain, GatherChain
 from asynctp_passes.planning import cost_model
 from asynctp_passes.planning.plan import Plan
-from asynctp_passes.rewriting.builder import Builder, RewriteState
+from asynctp_passes.rewriting.builder import Builder, RewriteState, erase_marks, mark_front, place_of
 from asynctp_passes.rewriting.cleanup import erase_dropped, erase_unused, replaced_nodes, shared_by
 from asynctp_passes.rewriting.emit_alone import (
     emit_alone,
@@ -20,37 +22,24 @@ from asynctp_passes.rewriting.emit_alone import (
     emit_own_parts,
     options_of,
 )
-from asynctp_passes.rewriting.emit_gather import emit_gather
-from asynctp_passes.rewriting.emit_on_shard import nodes_after_kept_gather
+from asynctp_passes.rewriting.emit_gather import emit_gather, nodes_after_kept_gather
 from asynctp_passes.rewriting.emit_reduction import emit_reduction
-from asynctp_passes.rewriting.emit_run_check import emit_run_checks, mark_run_checks, placed
 from asynctp_passes.rewriting.ordering import Moves, keep_order, schedule
-from asynctp_passes.rewriting.places import erase_marks, mark_front, place_of
 from asynctp_passes.rewriting.store_scales import scales_to_store, store
+from asynctp_passes.torch_private import symbolic_sizes
 
 
 def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
-    """Replace each chain by one fused op; `meta["asynctp_collective"]` of its node names the collective it replaced.
+    """Do all that a graph's plan says, and lint it. A graph that does not communicate stays.
 
-    Collectives that are `alone` become asynctp's too, as all of the groups in `wire` are, where the device allows that;
-    tensors of a list become collectives of their own on any device. An all-reduce becomes a reduce-scatter where each
-    rank uses its own part only. The all-reduces of a bucket become one, and what that waits for moves in front of it.
-    Unused nodes are erased, the `dropped` collectives too, nodes move to where they belong (`schedule`), overlapped
-    collectives beside their matmuls, and the graph is linted. With `store_scales`, small tensors are stored that many
-    elements meet (`scales_to_store`). A graph that does not communicate stays.
-
-    Args:
-        graph: The graph.
-        plan: All that is done to it.
-
-    Returns:
-        What each fused op is called with (`call_of`), by the name of the collective that it replaced.
+    `meta["asynctp_collective"]` of a fused op names the collective that it replaced. Returned is what each fused op is
+    called with (`call_of`), by that name.
     """
     if not communications(graph.nodes):
         return {}
-    state = RewriteState.of(graph, plan)
+    state = RewriteState(graph, plan)
     moves = Moves()
-    marked = mark_run_checks(state)
+    marked = _mark_run_checks(state)
     fronts = [mark_front(state, bucket.place) for bucket in plan.buckets]
     emit_left_items(state)
     places = [place_of(state, chain) for chain in plan.chains]
@@ -61,17 +50,17 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
     for bucket, front in zip(plan.buckets, fronts, strict=True):
         moves.early.append(emit_bucket(state, bucket, front))
     erase_dropped(graph, plan.dropped)
-    checks = placed(marked)
+    checks = [(ones, _next_communication(mark)) for ones, mark in marked]
     erase_marks(graph)
     for decision in plan.overlapped:
         matmuls = [state.fused.get(node, node) for node in decision.overlaps_with]
         collective = decision.candidate.collective
-        moves.beside.append((collective, matmuls, options_of(state, collective, state.is_kept_by_all(collective))))
+        moves.beside.append((collective, matmuls, options_of(state, collective, collective.node in state.kept_by_all)))
     work = {state.fused[chain.collective.node]: cost_model.cost_of(chain).work for chain in plan.chains}
     ordered = schedule(graph, moves, work, state.segment)
     # an op that is kept in order is wrapped in another: what it is called with is read before
     calls = {chain.collective.node.name: call_of(state.fused[chain.collective.node]) for chain in plan.chains}
-    emit_run_checks(state, checks)
+    _emit_run_checks(state, checks)
     keep_order(graph, ordered)
     graph.lint()
     if plan.chains and "store_scales" not in plan.context.config.skip:
@@ -81,7 +70,8 @@ def rewrite(graph: fx.Graph, plan: Plan) -> dict[str, dict[str, Any]]:
 
 def _replace_chain(state: RewriteState, chain: Chain, place: fx.Node, moves: Moves) -> None:
     """Make the fused op of a chain in front of `place`, erase what it replaces, and note what is to move for it."""
-    build, collective = Builder(state, chain, place), chain.collective
+    collective = chain.collective
+    build = Builder(state, collective, place, chain.inputs)
     shared = shared_by(chain.collectives)
     old = {*replaced_nodes(chain), *shared}
     op = emit_gather(build, chain) if isinstance(chain, GatherChain) else emit_reduction(build, chain)
@@ -97,3 +87,50 @@ def _replace_chain(state: RewriteState, chain: Chain, place: fx.Node, moves: Mov
             moves.late |= nodes_after_kept_gather(build, chain)
             moves.staying.append((collective, op))
     erase_unused(state.graph, old, shared)
+
+
+# --- checks: ranks on CPUs compare what they run, before a graph communicates in a group ----------------------------
+Checks = list[tuple[list[Collective], fx.Node]]
+"""The collectives of a group, each with the node or the mark in front of which its ranks compare."""
+
+
+def _mark_run_checks(state: RewriteState) -> Checks:
+    """Mark where groups compare: before each collective, or of a graph with an accord before the first one.
+
+    Not earlier: ranks of another group may have to go on first, so that those that are awaited come at all.
+    """
+    marked: Checks = []
+    for group, made in state.plan.checked.items():
+        together: dict[fx.Node, list[Collective]] = {}
+        for one in made:
+            together.setdefault(made[0].start if state.plan.accord(group) else one.start, []).append(one)
+        marked += [(ones, mark_front(state, start)) for start, ones in together.items()]
+    return marked
+
+
+def _next_communication(mark: fx.Node) -> fx.Node:
+    """The node after a mark that communicates, or the graph's output."""
+    node = mark.next
+    while node.op != "output" and not communicates(node):
+        node = node.next
+    return node
+
+
+def _emit_run_checks(state: RewriteState, checks: Checks) -> None:
+    """Insert each check in front of its node."""
+    op = torch.ops.asynctp.run_check.default
+    for ones, first in checks:
+        beside, one = _beside(first), ones[0]
+        told = (state.plan.accord(one.group_key), len(ones))
+        with state.graph.inserting_before(first):
+            node = state.graph.call_function(op, (beside, *told, one.group))
+        with symbolic_sizes.without_guards(value_of(beside)):
+            node.meta["val"] = op(value_of(beside), *told, one.group_key)
+
+
+def _beside(first: fx.Node) -> fx.Node:
+    """A tensor that is there before a node: it decides on which device ranks compare."""
+    node = next((one for one in first.all_input_nodes if tensor_of(one) is not None), first)
+    while tensor_of(node) is None:
+        node = node.prev
+    return node

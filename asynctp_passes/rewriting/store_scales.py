@@ -1,11 +1,10 @@
-"""fp8's scales, computed once: Inductor computes what is small again for every element that it is multiplied with.
+"""Compute fp8's scales once: Inductor computes what is small again for every element that it is multiplied with.
 
     amax [rows, 1] ─▶ fp64 ─▶ clamp ─▶ 448 / … ─▶ fp32 ─▶ log2 ─▶ floor ─▶ exp2  =  scale [rows, 1]
     x [rows, K] ─▶ * scale ─▶ clamp ─▶ fp8
 
-All of this is pointwise, so it becomes one kernel, with a division in fp64 for every element of x, and takes up to five
-times as long as memory does. Scales that are stored are read instead. The values are the same bits:
-only tensors are stored that are fp32 or fp64 in the program too.
+As one kernel, with a division in fp64 for every element of x, it takes up to five times as long as memory does. Only
+tensors are stored that are fp32 or fp64 in the program too, so that the bits are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from asynctp_passes.ir.nodes import is_pointwise, tensor_of, value_of
+from asynctp_passes.ir.nodes import dtype_of, is_pointwise, tensor_of, value_of
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view
 from asynctp_passes.rewriting.builder import INHERITED
@@ -33,19 +32,14 @@ LEAST_SPREAD = 64
 def scales_to_store(graph: fx.Graph) -> list[fx.Node]:
     """The small tensors that are computed in fp64, where many more elements meet them.
 
-    Tensors whose size is not known, or whose chain has no fp64 in it, are left to Inductor.
+    These have the same bits in memory as in a kernel. Others are left to Inductor, and those of unknown sizes.
     """
-    return [node for node in graph.nodes if _is_exact(node) and _meets_many(node) and _in_fp64(node)]
+    exact = [node for node in graph.nodes if _is_pointwise(node) and dtype_of(node) in (torch.float32, torch.float64)]
+    return [node for node in exact if _meets_many(node) and _in_fp64(node)]
 
 
 def _is_pointwise(node: fx.Node) -> bool:
     return is_pointwise(node) and tensor_of(node) is not None
-
-
-def _is_exact(node: fx.Node) -> bool:
-    """True for a pointwise op's result that is the same bits in memory as it is in a kernel."""
-    value = tensor_of(node)
-    return _is_pointwise(node) and value is not None and value.dtype in (torch.float32, torch.float64)
 
 
 def _count(node: fx.Node) -> int:

@@ -1,13 +1,9 @@
 """Bring a graph's nodes into an order in which each comes after its inputs.
 
 Inductor runs custom passes after its pattern matcher and before it sorts. The matcher puts all that it makes in front
-of a pattern's last result, so that users of the first result may come before it:
-
-    scores, weights, out, reduce_scatter(out), ..., grad_q      ─▶   reduce_scatter(sdpa), ..., sdpa, grad_q
-
-Here `sdpa` moves up to its first user. What a program does besides computing keeps its order: collectives among each
-other, random draws among each other, and what reads or writes memory that an in-place operation changes. Nothing moves
-past an op that orders streams, since what it orders does not show in the graph.
+of a pattern's last result, so that users of the first result may come before it. Such a node moves up to its first
+user. What a program does besides computing keeps its order: collectives, random draws, and what reads or writes memory
+that an in-place operation changes. Nothing moves past an op that orders streams.
 """
 
 from __future__ import annotations
@@ -72,15 +68,11 @@ def _wanted_places(
     order: Sequence[fx.Node], inputs: Mapping[fx.Node, Sequence[fx.Node]], place: Mapping[fx.Node, int]
 ) -> dict[fx.Node, int]:
     """Each node's own place, or that of an earlier one that needs it. `order` is any sorted one."""
-    wanted = {node: _first_or_last(node, place[node], len(order)) for node in order}
+    wanted = {node: {"placeholder": -1, "output": len(order)}.get(node.op, place[node]) for node in order}
     for node in reversed(order):
         for source in inputs[node]:
             wanted[source] = min(wanted[source], wanted[node])
     return wanted
-
-
-def _first_or_last(node: fx.Node, place: int, count: int) -> int:
-    return {"placeholder": -1, "output": count}.get(node.op, place)
 
 
 def _cycle(left: Sequence[fx.Node], inputs: Mapping[fx.Node, Sequence[fx.Node]]) -> list[_Pair]:
@@ -101,7 +93,9 @@ class _KeptOrder:
         self._nodes = nodes
         called = [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
         self._fixed = {*_accesses(nodes), *_around_borders(called)}
-        draws, effects = list(filter(is_random, called)), list(filter(_has_effect, called))
+        draws, impure = list(filter(is_random, called)), [node for node in called if node.is_impure()]
+        others = {node for node in impure if not is_random(node) and not is_known_collective(node)}  # prints, asserts
+        effects = [node for node in called if mutates(node) or node in others]
         calls = communications(called)
         self._pairs = {
             pair: rank for rank, sequence in enumerate((draws, effects, calls)) for pair in pairwise(sequence)
@@ -133,16 +127,6 @@ class _KeptOrder:
         self._pairs |= {one: rank for one in around if one[0] is not one[1] and one not in self._given_up}
 
 
-def _has_effect(node: fx.Node) -> bool:
-    """True for an in-place operation, and for what does something else besides: prints, or asserts."""
-    return mutates(node) or (node.is_impure() and not is_random(node) and not is_known_collective(node))
-
-
-def _is_alias(node: fx.Node) -> bool:
-    """True for an op that always gives a view: it reads nothing, and its result changes with what it takes."""
-    return not mutates(node) and torch_ops.may_alias(node)
-
-
 def _around_borders(nodes: Sequence[fx.Node]) -> Iterator[_Pair]:
     """For each op that orders streams, the pairs of it and each other node, in the graph's order."""
     for place, border in enumerate(nodes):
@@ -162,5 +146,6 @@ def _accesses(nodes: Sequence[fx.Node]) -> Iterator[_Pair]:
         whole = reachable(written_by(write), lambda node: node.all_input_nodes if shares_memory(node) else ())
         views = reachable(whole, lambda node: filter(shares_memory, node.users))
         for access in {reader for view in views for reader in readers[view]} - {write}:
-            if access.op != "output" and not _is_alias(access):
+            is_alias = not mutates(access) and torch_ops.may_alias(access)  # a view reads nothing
+            if access.op != "output" and not is_alias:
                 yield (access, write) if place[access] < place[write] else (write, access)

@@ -1,10 +1,8 @@
-"""Write an op of several tensors, as `torch._foreach_mul`, as one op for each, where it lies between communication and
-matmuls:
+"""Spell out what hides chains: ops of several tensors between communication and matmuls, and waits for too much.
 
     _foreach_abs([a, b]) → getitem, getitem     becomes     abs(a), abs(b)
 
-By its contract the op does to each tensor what the single one does. So its chains are those of the single ops, and what
-is said of them is the same. Others stay, as an optimizer's, which Inductor makes one kernel of.
+By its contract such an op does to each tensor what the single one does. Others stay, as an optimizer's.
 """
 
 from __future__ import annotations
@@ -17,12 +15,22 @@ from torch import fx
 
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.matmuls import is_matmul
-from asynctp_passes.ir.nodes import arguments, is_pointwise, items_of, name_of, op_name, short_name, tensor_of, value_of
+from asynctp_passes.ir.nodes import (
+    arguments,
+    hands_on_in_order,
+    is_pointwise,
+    items_of,
+    name_of,
+    op_name,
+    short_name,
+    tensor_of,
+    value_of,
+)
 from asynctp_passes.ir.op_traits import View, traits_named
 from asynctp_passes.ir.traversal import reachable
 from asynctp_passes.layout.propagation import is_view
 from asynctp_passes.rewriting.builder import INHERITED
-from asynctp_passes.torch_private import fx_graphs
+from asynctp_passes.torch_private import fx_graphs, torch_ops
 
 
 def ungroup(graph: fx.Graph) -> None:
@@ -101,9 +109,23 @@ def _single_call(node: fx.Node, index: int, item: fx.Node) -> fx_graphs.Call | N
     if (of_numbers := _OF_NUMBERS.get(short_name(node).removeprefix(_PREFIX))) is not None:
         forms.append((getattr(torch.ops.aten, of_numbers), args, kwargs))
     calls = (fx_graphs.call_made_by(*form, value_of(item)) for form in forms)
-    return next((call for call in calls if call is not None and _is_by_elements(call)), None)
+    for call in calls:
+        copies = call is not None and traits_named(name_of(call.target)).view is View.OVERWRITE  # which has no tag
+        if call is not None and (copies or torch.Tag.pointwise in call.target.tags):
+            return call
+    return None
 
 
-def _is_by_elements(call: fx_graphs.Call) -> bool:
-    copies = traits_named(name_of(call.target)).view is View.OVERWRITE  # which has no tag
-    return copies or torch.Tag.pointwise in call.target.tags
+def name_last_only(graph: fx.Graph) -> None:
+    """Let what orders streams wait for no more than it has to: torch's `control_deps` names all nodes before it.
+
+    In `control_deps((mm, reduce_scatter, wait), ...)` it waits for `mm` by `wait` anyway. Without that use `mm` has no
+    other user than the collective, and may become a part of a fused op.
+    """
+    for node in graph.nodes:
+        if not hands_on_in_order(node):
+            continue
+        before: tuple[fx.Node, ...] = node.args[0]
+        computed = {one for one in before if torch_ops.is_op(one.target)}  # no record of an event, which makes nothing
+        last = tuple(one for one in before if one not in computed or computed.isdisjoint(one.users))
+        node.args = (last, *node.args[1:])

@@ -286,8 +286,8 @@ TENSORS = {"a": "a_ptr", "b": "b_ptr", "out": "c_ptr"}
     ("roles", "problem"),
     [
         ({"a": "a_ptr", "b": "b_ptr"}, "a Triton kernel returns nothing; name the argument of the result with out="),
-        ({"a": "x", "b": "b_ptr", "out": "c_ptr"}, "a='x' is none of its arguments: a_ptr, b_ptr, c_ptr, bias_ptr, M"),
-        ({"a": "BLOCK", "b": "b_ptr", "out": "c_ptr"}, "a='BLOCK' is none of its arguments"),
+        ({"a": "x", "b": "b_ptr", "out": "c_ptr"}, "a='x' is no argument; it has a_ptr, b_ptr, c_ptr, bias_ptr, M"),
+        ({"a": "BLOCK", "b": "b_ptr", "out": "c_ptr"}, "a='BLOCK' is no argument"),
         ({"a": "a_ptr", "b": "b_ptr", "out": "c_ptr", "a_scale": "M"}, "a_scale and b_scale must both be given"),
         ({**TENSORS, "sizes": ("M", "N")}, "sizes=('M', 'N') are not the names of M, N and K"),
         ({**TENSORS, "sizes": ("M", "N", "L")}, "['L'] are none of its arguments: a_ptr, b_ptr, c_ptr, bias_ptr, M, N"),

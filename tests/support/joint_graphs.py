@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from asynctp_passes import Config
-from asynctp_passes.ir.marks import CANDIDATE, REMATERIALIZED
+from asynctp_passes.ir.order import CANDIDATE, REMATERIALIZED
 from asynctp_passes.ir.traversal import reachable, tangents_of
 from asynctp_passes.remat.joint import run_joint
 from asynctp_passes.remat.partition import run_partition

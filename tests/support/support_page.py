@@ -429,7 +429,7 @@ _BY_HAND = """\
 | `torch.func.vmap` of a gather | `ATP104` |
 | `torch.func.grad`, gradients of gradients | torch has none for compiled collectives |"""
 
-_FOLLOWED = (View.RESHAPE, View.PERMUTE, View.TRANSPOSE, View.EXPAND, View.SLICE, View.NARROW, View.SELECT, View.SPLIT,
+_FOLLOWED = (View.RESHAPE, View.PERMUTE, View.EXPAND, View.SLICE, View.SELECT, View.SPLIT,
              View.UNBIND, View.CAT, View.STACK, View.CAST, View.BITCAST)  # fmt: skip
 
 _INTRODUCTION = """\

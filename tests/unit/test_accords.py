@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +17,7 @@ from torch.fx import Graph, Node
 from asynctp_passes import Config, ops
 from asynctp_passes.ir.nodes import arguments, op_name
 from asynctp_passes.ir.order import communications
-from asynctp_passes.planning.plan import planned
+from asynctp_passes.planning.plan import Plan, planned
 from asynctp_passes.rewriting.rewrite import rewrite
 
 ACCORD = (1 << 31) - 1
@@ -28,15 +27,8 @@ def made(graph: Graph, accord: int, groups: str = "auto", on_wire: bool = True) 
     """What communicates in a graph once it is rewritten, as for GPUs, where all groups have an accord."""
     with mock.patch.object(ops, "on_wire", return_value=on_wire):
         plan = planned(graph, Config(groups=groups))
-        rewrite(
-            graph,
-            replace(
-                plan,
-                accords=dict.fromkeys({one.group_key for one in (each.collective for each in plan.candidates)}, accord)
-                if accord
-                else {},
-            ),
-        )
+        with mock.patch.object(Plan, "accord", return_value=accord):
+            rewrite(graph, plan)
     graph.lint()
     return communications(graph.nodes)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from asynctp_passes import Config, Report
 from asynctp_passes.ir.collectives import read_collectives
-from asynctp_passes.ir.marks import CANDIDATE
+from asynctp_passes.ir.order import CANDIDATE
 from asynctp_passes.planning import legality
 from asynctp_passes.planning.legality import SMALL_BYTES, blind_calls
 from asynctp_passes.planning.plan import planned, questions_of

@@ -71,7 +71,7 @@ PRIVATE_TORCH = {
     # An op namespace, which torch.ops spells with an underscore.
     "ops/plain_collectives": {"torch.ops._c10d_functional"},
     "rewriting/emit_alone": {"torch.ops._c10d_functional"},
-    "rewriting/emit_on_shard": {"torch.ops._c10d_functional"},
+    "rewriting/emit_gather": {"torch.ops._c10d_functional"},
     "rewriting/ordering": {"torch.ops._c10d_functional"},
     "tools/bench": {"torch.ops._c10d_functional"},
     "ops/collectives": {"torch.ops._c10d_functional"},
@@ -249,9 +249,9 @@ def test_only_rewriting_edits_graphs() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in edits
     }
-    own = {"builder", "cleanup", "emit_alone", "emit_run_check", "places", "store_scales", "ungroup"}
+    own = {"builder", "cleanup", "emit_alone", "rewrite", "store_scales", "ungroup"}
     private = {"torch_private/fx_graphs", "torch_private/inductor_order"}
-    assert editors == private | {"remat/edit"} | {f"rewriting/{module}" for module in own}
+    assert editors == private | {"remat/partition"} | {f"rewriting/{module}" for module in own}
 
 
 def test_only_config_reads_our_environment_variables() -> None:

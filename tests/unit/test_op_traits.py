@@ -28,7 +28,7 @@ prims = torch.ops.prims
 
 NAMERS = {"ir/op_traits", "ir/registry"}
 """Modules that list ops by name."""
-_REWRITING = ("builder", "emit_alone", "emit_gather", "emit_on_shard", "emit_reduction", "operands")
+_REWRITING = ("builder", "emit_alone", "emit_gather", "emit_reduction")
 WRITERS = {
     "torch_private/inductor_order",
     "torch_private/torch_ops",
@@ -501,7 +501,6 @@ def values(graph: Graph, rank: int) -> list[torch.Tensor]:
         ("rearranges", "aten.t.default", "aten.expand.default"),
         ("keeps_values", "prims.convert_element_type.default", "aten.view.dtype"),
         ("is_whole_or_piece", "aten.split.Tensor", "aten.slice.Tensor"),
-        ("takes_range", "aten.narrow.default", "aten.select.int"),
         ("takes_part", "aten.slice.Tensor", "aten.view.dtype"),
     ],
 )

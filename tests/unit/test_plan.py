@@ -10,7 +10,7 @@ from graph_builder import GraphBuilder, aten
 from torch.fx import Node
 
 from asynctp_passes import Config
-from asynctp_passes.ir.marks import REMATERIALIZED
+from asynctp_passes.ir.order import REMATERIALIZED
 from asynctp_passes.planning import plan
 from asynctp_passes.planning.plan import planned, questions_of
 

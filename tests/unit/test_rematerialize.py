@@ -18,12 +18,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from asynctp_passes import Config, StrictError
 from asynctp_passes.config import Rematerialize
-from asynctp_passes.ir.marks import REMATERIALIZED, joint_questions
+from asynctp_passes.ir.order import REMATERIALIZED, joint_questions
 from asynctp_passes.ir.records import Answer, Question
 from asynctp_passes.ranks import undo
 from asynctp_passes.remat import partition
-from asynctp_passes.remat.joint import run_joint
-from asynctp_passes.remat.worth import LEAST_BYTES
+from asynctp_passes.remat.joint import LEAST_BYTES, run_joint
 from asynctp_passes.torch_private import partitioner
 
 Build = Callable[[GraphBuilder], tuple[Node, ...]]

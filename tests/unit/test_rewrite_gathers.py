@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from asynctp_passes import Config, run
 from asynctp_passes.ir.order import communications
-from asynctp_passes.planning import decide, legality
+from asynctp_passes.planning import legality, plan
 from asynctp_passes.planning.deviations import LOCAL
 from asynctp_passes.planning.plan import planned, questions_of
 from asynctp_passes.torch_private import process_groups
@@ -789,7 +789,7 @@ def test_an_order_that_is_not_as_planned_is_an_error_of_the_package() -> None:
     """Whatever check was missing: the ranks would call the gather in unlike orders."""
     graph = late_beside_draws(2)
     checks = tuple(check for check in legality.CHECKS if check is not legality.kept_gather_can_move)
-    with mock.patch.object(decide, "CHECKS", checks):
+    with mock.patch.object(plan, "CHECKS", checks):
         report = run(graph, Config(strict="off"))
     (error,) = report.internal_errors
     assert "the order of communication is not as planned" in error
