@@ -10,7 +10,7 @@ from torch import fx
 
 from asynctp_passes.config import Config
 from asynctp_passes.errors import ExpectError, StrictError
-from asynctp_passes.reasons import INTERNAL_ERROR, NOT_ROWWISE, OPERAND_DEPENDS_ON_GATHER
+from asynctp_passes.reasons import CATALOGUE, INTERNAL_ERROR
 from asynctp_passes.reporting.internal import contained
 from asynctp_passes.reporting.picture import picture
 from asynctp_passes.reporting.report import Report
@@ -19,8 +19,7 @@ from asynctp_passes.torch_private.uncompiled import Uncompiled
 
 log = logging.getLogger(__name__)
 
-_NOT_JUDGED = {NOT_ROWWISE.code, OPERAND_DEPENDS_ON_GATHER.code}
-"""Misses that `strict="zero"` does not count: there may be no chain at all, or nothing can be done about it."""
+_UNCERTAIN = {name for name, reason in CATALOGUE.items() if reason.uncertain}
 
 _parts: weakref.WeakKeyDictionary[fx.GraphModule, dict[fx.Graph, Report]] = weakref.WeakKeyDictionary()
 """The reports of a graph's subgraphs and its own, by the graph that Inductor compiles."""
@@ -112,7 +111,7 @@ def _raise_if(judged: Report, own: Report, config: Config, elsewhere: int, earli
     """Judge a report; `own` goes with the error, and `earlier` counts graphs of the same compile before it."""
     fused = len(judged.fused) + elsewhere
     failed = judged.missed or judged.internal_errors
-    certain = any(remark.code not in _NOT_JUDGED for remark in judged.missed)
+    certain = any(remark.name not in _UNCERTAIN for remark in judged.missed)
     none = certain and not fused and not dynamo.is_cut_for_ddp()  # later pieces may fuse some
     if (failed and config.strict == "all") or (none and config.strict == "zero"):
         raise StrictError(_strict_message(judged, config, earlier), own)
