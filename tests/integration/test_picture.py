@@ -108,7 +108,7 @@ def test_an_op_that_may_be_the_only_communication(caplog: pytest.LogCaptureFixtu
     torch.library.register_fake("picture_like::talk", torch.empty_like, lib=library)
     compiled(lambda x: torch.ops.picture_like.talk(x @ W), strict="all")(X)
     (report,) = asynctp_passes.reports()
-    assert "picture_like.talk.default" in report.notes[0]
+    assert "picture_like.talk.default" in report.notes[0].text
     (warning,) = warnings_of(caplog)
     assert "nothing tells whether these ops communicate" in warning.lower()
     assert "picture_like.talk.default" in warning
