@@ -36,7 +36,7 @@ from asynctp_passes.reporting.internal import FORESEEN, contained, sources_diges
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import judge_uncompiled, raise_if_strict_across
-from asynctp_passes.reporting.torch_notes import from_another_process, hidden_calls
+from asynctp_passes.reporting.torch_notes import hidden_calls, with_own_breaks
 from asynctp_passes.torch_private import (
     dynamo,
     inductor_compile,
@@ -574,7 +574,7 @@ def _cached_in_vain(refused: Sequence[str]) -> str:
 def _read_counter(name: str) -> Report:
     """The report that a counter's name holds, as one of a cached graph."""
     report = Report.from_json(zlib.decompress(base64.b64decode(name.removeprefix(_COUNTER))).decode())
-    return dataclasses.replace(report, from_cache=True, notes=from_another_process(report.notes))
+    return dataclasses.replace(report, from_cache=True, notes=with_own_breaks(report.notes))
 
 
 def _take_replayed(compiling: bool) -> list[str]:

@@ -43,7 +43,7 @@ def report_of_graph(
         config_digest=config.digest(),
         plan_digest=plan_digest(remarks, buckets),
         buckets=buckets,
-        notes=torch_notes.notes(graph, phase),
+        notes=torch_notes.notes(graph),
         matmuls=sum(map(is_matmul, graph.nodes)),
         crossings=() if phase == "backward" else crossings_of(graph, unfused),
     )
