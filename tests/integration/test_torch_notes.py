@@ -119,9 +119,9 @@ def test_a_cached_graph_has_the_breaks_of_its_own_process(monkeypatch: pytest.Mo
     (filled,) = torch_notes.notes(load(CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt").graph, "backward")
     monkeypatch.setattr(dynamo, "graph_breaks", list)
     another = Note("torch", "another note")
-    assert torch_notes.from_another_process((filled, another)) == (another,)
+    assert torch_notes.with_own_breaks((filled, another)) == (another,)
     monkeypatch.setattr(dynamo, "graph_breaks", lambda: [BROKEN])
-    (broken, other) = torch_notes.from_another_process((filled, another))
+    (broken, other) = torch_notes.with_own_breaks((filled, another))
     assert (broken.kind, other) == ("breaks", another)
     assert "1 time in this process" in broken.text
 
