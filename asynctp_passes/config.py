@@ -21,7 +21,7 @@ _LEVELS = {"strict": get_args(Strict), "rematerialize": get_args(Rematerialize),
 _NUMBERS = ("expect", "min_bytes", "min_flops")
 _SWITCHES = ("deviate", "direct")
 _SINKS = ("report_file", "graph_dir")
-_CPU_IMPLEMENTATIONS = ("reference", "interpreted")
+CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 _ENVIRONMENT_PREFIX = "ASYNCTP_"
 
 STEPS = {
@@ -231,7 +231,7 @@ def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:
     """
     key = f"{_ENVIRONMENT_PREFIX}CPU_IMPLEMENTATION"
     value = (os.environ if environ is None else environ).get(key, "reference")
-    _require(value in _CPU_IMPLEMENTATIONS, key, value, f"one of {_CPU_IMPLEMENTATIONS}")
+    _require(value in CPU_IMPLEMENTATIONS, key, value, f"one of {CPU_IMPLEMENTATIONS}")
     return value
 
 
