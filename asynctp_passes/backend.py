@@ -43,7 +43,6 @@ from asynctp_passes.torch_private import (
     inductor_options,
     partitioner,
     process_groups,
-    tensor_storage,
     uncompiled,
 )
 
@@ -366,7 +365,7 @@ def compile_graph(
     given: dict[int, torch.Tensor] = {}
     with contained("keep the picture of the process"):
         given = dynamo.given_tensors(gm)
-        picture.note_function(any(map(tensor_storage.is_distributed_tensor, given.values())))
+        picture.note_function(any(map(dynamo.is_distributed_tensor, given.values())))
 
     def accept_reports(joint: bool, again: bool) -> bool:
         cached: list[Report] = []

@@ -19,7 +19,7 @@ from asynctp_passes.ir.records import Crossing
 from asynctp_passes.reasons import MATMUL_IN_ANOTHER_GRAPH, Refusal
 from asynctp_passes.reporting.internal import contained
 from asynctp_passes.reporting.report import Remark, Report
-from asynctp_passes.torch_private import dynamo, tensor_storage
+from asynctp_passes.torch_private import dynamo
 
 _CALLS = 16
 """Calls of a compiled function whose results are remembered: the functions that take them are compiled by then."""
@@ -81,7 +81,7 @@ class _Remembering:
                 for half in self._halves:
                     tensor = whole[half.crossing.index] if half.crossing.index < len(whole) else None
                     if isinstance(tensor, torch.Tensor):  # else the caller has results in another structure
-                        _left[tensor] = half._replace(version=tensor_storage.version_of(tensor))
+                        _left[tensor] = half._replace(version=dynamo.version_of(tensor))
         return results
 
     def __getattr__(self, name: str) -> Any:
@@ -120,7 +120,7 @@ def _half_of(tensor: torch.Tensor | None) -> _Half | None:
     """
     with _lock:
         half = None if tensor is None else _left.get(tensor)
-    if tensor is None or half is None or half.version != tensor_storage.version_of(tensor):
+    if tensor is None or half is None or half.version != dynamo.version_of(tensor):
         return None
     return half if half.ended or half.version is not None else None
 

@@ -178,13 +178,8 @@ def program_outputs(graph: fx.Graph) -> dict[int, fx.Node]:
     if len(results) != len(descriptions):
         return {}
     found: dict[int, fx.Node] = {}
-    for node, description in zip(results, descriptions, strict=True):
-        number = _result_number(description)
-        if number is not None and isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
-            found[number] = node
+    for node, description in zip(results, map(_whole, descriptions), strict=True):
+        is_tensor = isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+        if is_tensor and type(description).__name__ == "PlainAOTOutput":
+            found[description.idx] = node
     return found
-
-
-def _result_number(description: Any) -> int | None:
-    whole = _whole(description)
-    return whole.idx if type(whole).__name__ == "PlainAOTOutput" else None
