@@ -627,7 +627,7 @@ def _publish(
         with contained("log the report"):
             _log(report)
     with contained("trace the report"):
-        dynamo.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
+        dynamo.trace(f"asynctp_{report.phase}_report", report.to_json)
     if config.report_file is not None:
         with _or_warn("report_file", config.report_file):
             files.write(config.report_file, report.to_json() + "\n", append=True)

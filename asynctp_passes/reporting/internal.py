@@ -101,7 +101,7 @@ def tell(error: Exception, doing: str, outcome: str, graph: Callable[[], str] | 
     if graph is not None:
         with contextlib.suppress(Exception):
             details = "".join(traceback.format_exception(error))
-            dynamo.trace_text("asynctp_internal_error", lambda: f"{versions()}\n\n{details}\n{graph()}")
+            dynamo.trace("asynctp_internal_error", lambda: f"{versions()}\n\n{details}\n{graph()}", "string")
     return summary
 
 

@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
 SINKS = [
     # what fails, and which sinks there are
     (backend, "_log", {}),
-    (dynamo, "trace_artifact", {}),
+    (dynamo, "trace", {}),
     (Report, "to_json", {"report_file": "reports"}),
     (graph_page, "write_page", {"graph_dir": "pages"}),
     (graph_page, "_listing", {"graph_dir": "pages"}),

@@ -266,7 +266,7 @@ def test_one_kind_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_trace_gets_the_graph() -> None:
     sent: dict[str, Callable[[], str]] = {}
-    with failing("rewrite"), mock.patch.object(dynamo, "trace_text", lambda name, text: sent.update({name: text()})):
+    with failing("rewrite"), mock.patch.object(dynamo, "trace", lambda name, text, kind: sent.update({name: text()})):
         run(program(), quiet())
     text = sent["asynctp_internal_error"]
     assert "Surprise" in str(text)
