@@ -12,12 +12,12 @@ import base64
 import collections
 import contextlib
 import copy
-import dataclasses
 import logging
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,8 +178,8 @@ class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
         self.forward: Report | None = None
         self.names: graph_page.Names | None = None
 
-    def __call__(self, graph: fx.Graph) -> None:
-        """Run the pass on a post-grad graph, in place, and send the report to the configured sinks.
+    def __call__(self, graph: fx.Graph) -> Report:  # type: ignore[override]
+        """Run the pass on a post-grad graph, in place, send the report to the configured sinks, and return it.
 
         Raises:
             StrictError, ExpectError: As `Config.strict` and `Config.expect` ask, also where asynctp itself failed and
@@ -189,10 +189,6 @@ class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
                 asynctp failed on a graph after all ranks had agreed on something.
             GroupError: `groups` names a process group that does not exist here.
         """
-        self.fuse(graph)
-
-    def fuse(self, graph: fx.Graph) -> Report:
-        """Run the pass, and return the report that the sinks were sent. It raises what a call raises."""
         _require_groups(self.config)
         cached: list[Report] = []
         with contained("publish reports of cached graphs"):
@@ -209,7 +205,7 @@ class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
             if error.report is not None:
                 _publish(error.report, self.config, before, graph, names=self.names, raised=True)
             raise
-        report = dataclasses.replace(report, seconds=round(time.perf_counter() - begun, 4))
+        report = replace(report, seconds=round(time.perf_counter() - begun, 4))
         if report.phase != "backward" and (self.forward is None or not self.forward.crossings):
             self.forward = report  # before it come the branches of a torch.cond, whose border is none
         with contained("store the report with the compiled graph"):
@@ -293,7 +289,8 @@ class RematerializePartitioner(_OwnPass, partitioner.CustomPartitionerFn):
     def uuid(self) -> Any:
         """As of the passes, with that of the partitioner inside; None where that has none."""
         own = super().uuid()
-        return own if self.inner is None else _all_or_none((own, _uuid_of(self.inner)))
+        ids = (own, _uuid_of(self.inner))
+        return own if self.inner is None else ids if all(ids) else None
 
 
 class _PassSequence(inductor_compile.InferenceAwareGraphPass):  # type: ignore[misc]
@@ -308,15 +305,12 @@ class _PassSequence(inductor_compile.InferenceAwareGraphPass):  # type: ignore[m
 
     def uuid(self) -> tuple[Any, ...] | None:
         """The passes' own identifiers; None, which turns caching off, when one has none."""
-        return _all_or_none(tuple(map(_uuid_of, self.passes)))
+        ids = tuple(map(_uuid_of, self.passes))
+        return ids if all(ids) else None
 
 
 def _uuid_of(step: Callable[..., Any]) -> Any:
     return getattr(step, "uuid", lambda: None)()
-
-
-def _all_or_none(ids: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    return ids if all(ids) else None
 
 
 def asynctp(
@@ -379,7 +373,8 @@ def compile_graph(
             return False
         found.extend(cached)
         with contained("publish reports of cached graphs"):
-            _publish_all(cached, config)
+            for report in cached:
+                _publish(report, config)
         return True
 
     compiled = inductor_compile.compile_graph(gm, example_inputs, patches, accept_reports, further or {})
@@ -468,9 +463,11 @@ def with_passes(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
             f"asynctp: {_PASSES_OPTION}=False (mode='lite' sets it) is not valid with asynctp: Inductor "
             "would not run the pass; leave it True"
         )
-    added: list[tuple[str, AsyncTPPass | RematerializePass]]
-    added = [(_PASS_OPTION, ours), (_JOINT_PASS_OPTION, RematerializePass(ours.config))]
-    passes = {name: _append(patches.get(name, inductor_options.current(name)), one) for name, one in added}
+    passes: dict[str, Any] = {}
+    for name, one in ((_PASS_OPTION, ours), (_JOINT_PASS_OPTION, RematerializePass(ours.config))):
+        others = _passes_in(patches.get(name, inductor_options.current(name)))
+        kept = [step for step in others if not isinstance(step, type(one))]
+        passes[name] = _PassSequence([*kept, one]) if kept else one
     present = patches.get(_PARTITIONER_OPTION, inductor_options.current(_PARTITIONER_OPTION))
     inner = present.inner if isinstance(present, RematerializePartitioner) else present
     divider = RematerializePartitioner(ours.config, inner)
@@ -487,12 +484,6 @@ def own_passes(patches: Mapping[str, Any] | None = None) -> list[_OwnPass]:
     names, given = (_PASS_OPTION, _JOINT_PASS_OPTION, _PARTITIONER_OPTION), patches or {}
     present = (given.get(name, inductor_options.current(name)) for name in names)
     return [step for passes in present for step in _passes_in(passes) if isinstance(step, _OwnPass)]
-
-
-def _append(present: Any, ours: AsyncTPPass | RematerializePass) -> Any:
-    """Our pass after those the user has; an earlier one of its kind gives way."""
-    kept = [step for step in _passes_in(present) if not isinstance(step, type(ours))]
-    return _PassSequence([*kept, ours]) if kept else ours
 
 
 def _passes_in(present: Any) -> list[Any]:
@@ -520,7 +511,8 @@ def _send_with_cache_entry(report: Report) -> None:
 def _publish_cached(config: Config | None, *, named: bool = True) -> list[Report]:
     """Publish the reports of `_read_cached`, and return them. config: names the sinks; None keeps the reports only."""
     replayed = _read_cached(compiling=True, named=named)
-    _publish_all(replayed, config, strayed=not named)
+    for report in replayed:
+        _publish(report, config, strayed=not named)
     return replayed
 
 
@@ -531,15 +523,10 @@ def _read_cached(*, compiling: bool, named: bool = True) -> list[Report]:
         compiling: A compile may be under way whose cache entry is not made yet: leave what its pass sent.
         named: They are of the compile under way, and get its name.
     """
-    replayed = [_read_counter(name) for name in _take_replayed(compiling)]
-    if named and dynamo.compile_name() != "graph":
-        replayed = [dataclasses.replace(report, graph=dynamo.compile_name()) for report in replayed]
-    return replayed
-
-
-def _publish_all(reports: Sequence[Report], config: Config | None, *, strayed: bool = False) -> None:
-    for report in reports:
-        _publish(report, config, strayed=strayed)
+    texts = (zlib.decompress(base64.b64decode(name.removeprefix(_COUNTER))) for name in _take_replayed(compiling))
+    found = [Report.from_json(text.decode()) for text in texts]
+    name = {"graph": dynamo.compile_name()} if named and dynamo.compile_name() != "graph" else {}
+    return [replace(one, from_cache=True, notes=with_own_breaks(one.notes), **name) for one in found]
 
 
 def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False) -> list[str]:
@@ -568,12 +555,6 @@ def _cached_in_vain(refused: Sequence[str]) -> str:
         f"a graph that Inductor's cache had cannot run here, since ranks differ: {'; '.join(refused)}. Ranks that "
         "share no cache, or find different things in it, need TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment"
     )
-
-
-def _read_counter(name: str) -> Report:
-    """The report that a counter's name holds, as one of a cached graph."""
-    report = Report.from_json(zlib.decompress(base64.b64decode(name.removeprefix(_COUNTER))).decode())
-    return dataclasses.replace(report, from_cache=True, notes=with_own_breaks(report.notes))
 
 
 def _take_replayed(compiling: bool) -> list[str]:
