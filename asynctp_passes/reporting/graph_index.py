@@ -107,15 +107,11 @@ def write_index(folder: Path) -> None:
         log.info("%s is no list of graph pages, so it stays as it is", place)
         return
     listed: list[Path] | None = None
-    while (pages := _pages(folder)) != listed:
+    while (pages := sorted(path for path in folder.glob("*.html") if path.name != INDEX)) != listed:
         found = [(path.name, about) for path in pages if (about := _about(path)) is not None]
         found.sort(key=lambda one: (_natural(one[1].graph), one[1].written, _natural(one[0])))
         write_whole(place, _index(found).encode("utf-8", errors="replace"))
         listed = pages
-
-
-def _pages(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.html") if path.name != INDEX)
 
 
 def _about(path: Path) -> About | None:

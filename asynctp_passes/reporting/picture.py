@@ -6,7 +6,6 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asynctp_passes.config import Config
@@ -204,6 +203,12 @@ class Picture:
             uncompiled = dict(self._uncompiled)
         remarks = [remark for report in reports for remark in report.remarks]
         counts = Counter(remark.outcome for remark in remarks)
+        modules: dict[str, Counter[str]] = {}
+        for remark in remarks:
+            modules.setdefault(remark.module or "", Counter())[remark.outcome] += 1
+        calls: dict[str, dict[str, int]] = {}
+        for (op, implementation), count in calls_made().items():
+            calls.setdefault(op, {})[implementation] = count
         return Summary(
             fused=counts["FUSED"],
             missed=counts["MISSED"],
@@ -213,10 +218,10 @@ class Picture:
             from_cache=cached,
             breaks=tuple(dynamo.graph_breaks()),
             uncompiled=uncompiled,
-            modules=_by_module(remarks),
+            modules={module: dict(found) for module, found in sorted(modules.items())},
             misses=tuple(remark for remark in remarks if remark.outcome == "MISSED"),
             internal_errors=tuple(error for report in reports for error in report.internal_errors),
-            calls=_by_op(calls_made()),
+            calls=calls,
         )
 
     def warn_of_nothing(self, config: Config, backward: bool = False) -> None:
@@ -245,20 +250,6 @@ class Picture:
             *(_many(count, "graph"), f" (expect={config.expect})" if config.expect else ""),
             " ".join(f"({number}) {cause}." for number, cause in enumerate(causes, 1)),
         )
-
-
-def _by_op(calls: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    for (op, implementation), count in calls.items():
-        found.setdefault(op, {})[implementation] = count
-    return found
-
-
-def _by_module(remarks: Iterable[Remark]) -> dict[str, dict[str, int]]:
-    found: dict[str, Counter[str]] = {}
-    for remark in remarks:
-        found.setdefault(remark.module or "", Counter())[remark.outcome] += 1
-    return {module: dict(counts) for module, counts in sorted(found.items())}
 
 
 def _opaque_notes(reports: list[Report]) -> list[str]:

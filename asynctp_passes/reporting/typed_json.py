@@ -57,9 +57,7 @@ def _read_fields(kind: Any, value: Any, place: str) -> Any:
     return kind(**{name: read(hints[name], item, f"{place}'s {name}") for name, item in own.items()})
 
 
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _fits(hint: Any, value: Any) -> bool:
