@@ -15,6 +15,7 @@ from asynctp_passes.reporting.internal import contained
 from asynctp_passes.reporting.picture import picture
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.torch_private import dynamo, inductor_compile, process_groups
+from asynctp_passes.torch_private.giving_up import GivenUp
 from asynctp_passes.torch_private.uncompiled import Uncompiled
 
 log = logging.getLogger(__name__)
@@ -84,27 +85,27 @@ def judge_uncompiled(found: Uncompiled, config: Config) -> None:
         return
     is_new = picture.note_uncompiled(found.name, found.reason)
     if not found.is_judged:
-        raise_uncompiled(found.name, found.reason, found.remedy, config)
+        raise_uncompiled(config, found)
     if is_new:
-        log.warning("asynctp: %s. Remedy: %s", _not_compiled(found.name, found.reason), found.remedy)
+        log.warning("asynctp: %s. Remedy: %s", _not_compiled(found), found.remedy)
 
 
-def raise_uncompiled(function: str, reason: str, remedy: str, config: Config) -> None:
+def raise_uncompiled(config: Config, found: Uncompiled | GivenUp) -> None:
     """Raise what `config.strict` and `config.expect` ask for where torch does not compile a function.
 
     Raises:
         StrictError: `strict="all"`.
         ExpectError: `expect` is not 0.
     """
-    told = f"asynctp: {_not_compiled(function, reason)}"
+    told = f"asynctp: {_not_compiled(found)}"
     if config.strict == "all":
-        raise StrictError(f'{told}; strict="all" does not allow that. Remedy: {remedy}')
+        raise StrictError(f'{told}; strict="all" does not allow that. Remedy: {found.remedy}')
     if config.expect:
-        raise ExpectError(f"{told}; expect={config.expect} asks for chains. Remedy: {remedy}")
+        raise ExpectError(f"{told}; expect={config.expect} asks for chains. Remedy: {found.remedy}")
 
 
-def _not_compiled(function: str, reason: str) -> str:
-    return f"torch fails to compile {function}, and what it multiplies or communicates is not fused ({reason})"
+def _not_compiled(found: Uncompiled | GivenUp) -> str:
+    return f"torch fails to compile {found.name}, and what it multiplies or communicates is not fused ({found.reason})"
 
 
 def _raise_if(judged: Report, own: Report, config: Config, elsewhere: int, earlier: int = 0) -> None:

@@ -40,14 +40,6 @@ class GivenUp:
     remedy: str
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """A function under compilation: Dynamo's callback for it, held weakly, and its code."""
-
-    callback: weakref.ref[Any]
-    code: CodeType
-
-
 @dataclass
 class _Noted:
     """A function with graphs of asynctp's.
@@ -83,6 +75,7 @@ class _Call:
 Communicates = Callable[[GivenUp, str, torch.device, bool], bool]
 
 _calls: dict[tuple[str, CodeType], _Call] = {}  # by group: the last one of a function, until its first collective there
+_Frame = tuple["weakref.ref[Any]", CodeType]  # Dynamo's callback for a function under compilation, and its code
 _frames: weakref.WeakKeyDictionary[Any, _Frame] = weakref.WeakKeyDictionary()  # by the context of a compile
 _noted: dict[Any, MutableMapping[CodeType, _Noted]] = {}  # by compiler
 
@@ -104,22 +97,18 @@ def note_groups(groups: Iterable[str], left: Callable[[GivenUp], None], communic
     context, found, function = CompileContext.try_get(), frozenset(groups), dynamo.compiled_function()
     if context is None or function is None:
         return
-    if (under_way := _frame_on_stack()) is not None:
-        _frames[context] = under_way
-    frame = _frames.get(context)
-    callback = None if frame is None else frame.callback()
-    if frame is None or callback is None or not found:
+    if (call := callback_on_stack()) is not None:
+        _frames[context] = weakref.ref(call.f_locals["self"]), call.f_locals["frame"].f_code
+    if context not in _frames or not found:
+        return
+    reference, own = _frames[context]
+    if (callback := reference()) is None:
         return
     _ask_of_frames()
     codes = _noted_by(callback)
-    for code in {frame.code, dynamo.original_code(frame.code)}:
+    for code in {own, dynamo.original_code(own)}:
         known = codes[code].groups if code in codes else frozenset()
         codes[code] = _Noted(function.base, known | found, left, communicates)
-
-
-def _frame_on_stack() -> _Frame | None:
-    found = callback_on_stack()
-    return None if found is None else _Frame(weakref.ref(found.f_locals["self"]), found.f_locals["frame"].f_code)
 
 
 def callback_on_stack() -> FrameType | None:
