@@ -25,7 +25,7 @@ from torch import fx
 
 from asynctp_passes.ir.nodes import describe_tensor, is_number, module_of, path_of, traits_of, values_of
 from asynctp_passes.reasons import Outcome
-from asynctp_passes.reporting.graph_index import About, write_index
+from asynctp_passes.reporting.graph_index import about, write_index
 from asynctp_passes.reporting.report import Remark, Report
 from asynctp_passes.torch_private import dynamo, partitioner, torch_ops
 
@@ -369,13 +369,13 @@ def write_page(
     known = names.of_graph(before)
     if report.phase == "forward":
         names.save(before, known)
-    about = About.now(report)
+    subtitle, row = about(report)
     pictures = {"before": picture(before, report, known), "after": picture(after, report, known)}
     template = Template(Path(__file__).with_name("graph_page.html").read_text(encoding="utf-8"))
     page = template.substitute(
         title=html.escape(f"{report.graph} ({report.phase})"),
-        about=about.to_meta(),
-        subtitle=html.escape(about.subtitle),
+        about=row,
+        subtitle=html.escape(subtitle),
         totals=_totals(report),
         styles=_styles(),
         legend=_legend(report),
