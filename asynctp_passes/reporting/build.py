@@ -15,16 +15,13 @@ from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.marks import REMATERIALIZED
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import (
-    arguments,
     call_as_json,
     called_name,
     describe,
     module_of,
     source_of,
-    traits_of,
     value_of,
 )
-from asynctp_passes.ir.op_traits import Reduction, View
 from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.records import Answers, Question
 from asynctp_passes.ir.traversal import phase_of
@@ -81,8 +78,11 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
     remarks = tuple(
         _remark(one, phase, plan.outcome(one), plan.op_alone(one.candidate.collective)) for one in plan.decisions
     )
+    rows_alone: list[Note] = []
     if config.invariant == "batch":
         kept = {one.collective.node.name for one in plan.candidates if on_wire(one.collective)}
+        if kept and inductor_options.is_on("coordinate_descent_tuning"):
+            rows_alone = [Note("torch", _ROWS_ALONE)]
         remarks = tuple(
             dataclasses.replace(one, invariant="batch") if one.outcome == "FUSED" and one.collective in kept else one
             for one in remarks
@@ -96,7 +96,7 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
     return dataclasses.replace(
         report,
         questions=tuple(one.with_answer(answers[one.group]) for one in questions),
-        notes=(*report.notes, *_bits(remarks, config), *_rows_alone(graph, config), *ranks_differ, *own_parts),
+        notes=(*report.notes, *_bits(remarks, config), *rows_alone, *ranks_differ, *own_parts),
     )
 
 
@@ -108,27 +108,6 @@ def _bits(remarks: Sequence[Remark], config: Config) -> list[Note]:
         return []
     texts = [_INVARIANT if all(one.invariant for one in fused) else _VARIANT] if fused else []
     return [Note("bits", text) for text in (*texts, *([f"{small}: {_SMALL}"] if small else []))]
-
-
-def _rows_alone(graph: fx.Graph, config: Config) -> list[Note]:
-    """The note on matmuls of one row that Inductor decomposed, `(a[:, :, None] * b[None]).sum(1)`."""
-    if config.invariant != "batch" or not inductor_options.is_on("coordinate_descent_tuning"):
-        return []
-    sums = [node for node in graph.nodes if traits_of(node).reduces is Reduction.SUM]
-    products = {node: arguments(node)["self"] for node in sums}
-    names = [node.name for node, product in products.items() if _is_outer(product)]
-    return [Note("torch", f"{', '.join(names)}: {_ROWS_ALONE}")] if names else []
-
-
-def _is_outer(product: fx.Node) -> bool:
-    """Whether a node multiplies two matrices, each broadcast along a dimension that only the other has."""
-    sources = product.all_input_nodes
-    return traits_of(product).multiplies > 0 and len(sources) == 2 and all(map(_adds_a_dimension, sources))
-
-
-def _adds_a_dimension(node: fx.Node) -> bool:
-    shaped = traits_of(node).view is View.RESHAPE
-    return shaped and value_of(node).ndim == value_of(node.all_input_nodes[0]).ndim + 1
 
 
 def _unfused(decisions: Sequence[Decision], config: Config) -> list[Collective]:
