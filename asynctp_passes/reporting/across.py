@@ -55,8 +55,6 @@ def remembering(compiled: Callable[..., Any], gm: fx.GraphModule, report: Report
     """`compiled`, whose results are remembered that may be halves of chains; itself where there are none.
 
     Args:
-        compiled: The compiled function.
-        gm: Its graph, as Dynamo captured it.
         report: That of its graph, without its backward; None: it has no graph.
     """
     with contained("watch results that may be halves of chains"):
@@ -94,7 +92,6 @@ def cut_chains(given: Mapping[int, torch.Tensor], report: Report | None, config:
     Args:
         given: The tensors with which the function is called, by number.
         report: That of its graph, without its backward; None: it has no graph.
-        config: The configuration.
 
     Returns:
         The report, and how many chains are fused in the graphs of both halves.

@@ -223,7 +223,6 @@ def picture(graph: fx.Graph, report: Report, names: Mapping[str, InputName] | No
     """The boxes and arrows of a graph, in plain values.
 
     Args:
-        graph: The graph, before or after the pass.
         report: What the pass reported; remarks name nodes of the graph before.
         names: Names of placeholders, by their node's name.
 
@@ -357,9 +356,6 @@ def write_page(
 
     Args:
         folder: Where to write; made when it is not there.
-        before: The graph before the pass (a copy).
-        after: The graph after it.
-        report: What the pass reported.
         names: The names of the function's inputs; a forward adds what its backward takes.
 
     Returns:

@@ -29,7 +29,6 @@ def report_of_graph(
 
     Args:
         graph: The graph, as it was before it was rewritten.
-        config: The configuration.
         remarks: One for each collective.
         buckets: The sets of all-reduces that become one.
         unfused: The collectives that may have their matmul in another graph.

@@ -100,7 +100,6 @@ class _Compile:
     Attributes:
         attempt: Dynamo's number of the attempt; the next one compiles all graphs again.
         ended: An error of asynctp's ended it; where torch tries again, it compiles all graphs again.
-        reports: The reports.
     """
 
     attempt: int = 0
@@ -150,7 +149,6 @@ class Picture:
         """A graph was compiled, or came from Inductor's cache.
 
         Args:
-            report: Its report.
             across: It is of chains that lie in two graphs.
             raised: An error of asynctp's ends the compile.
             strayed: It came from the cache, and the compile under way may be another one.
@@ -228,7 +226,6 @@ class Picture:
         """Warn, once, that graphs multiply and none has a collective next to a matmul, in a group of ranks.
 
         Args:
-            config: The configuration.
             backward: A backward was compiled just now, and no function.
         """
         with self._lock:

@@ -32,11 +32,6 @@ def raise_if_strict(graph: fx.Graph, report: Report, config: Config) -> None:
     A graph is judged together with its subgraphs, as branches of `torch.cond`, which come before it. On a subgraph
     only `strict="all"` raises. Chains that the same compile has fused in earlier graphs count, too.
 
-    Args:
-        graph: The graph.
-        report: Its report.
-        config: The configuration.
-
     Raises:
         StrictError: `strict="all"` and a chain is MISSED, or there was an internal error; or `strict="zero"` and chains
             are in scope for sure, can be mended, and none is FUSED.
@@ -72,10 +67,6 @@ def judge_uncompiled(found: Uncompiled, config: Config) -> None:
     """Raise what `config.strict` and `config.expect` ask for where torch fails to compile a function; else warn once.
 
     Nothing is said in a process without peers.
-
-    Args:
-        found: The function.
-        config: The configuration of its compile.
 
     Raises:
         StrictError: `strict="all"`.

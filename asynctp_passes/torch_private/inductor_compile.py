@@ -57,8 +57,6 @@ def compile_graph(
     """Compile a graph with Inductor under configuration patches (the backward graph too, which may come later).
 
     Args:
-        gm: What dynamo captured.
-        example_inputs: Its inputs.
         patches: Inductor options.
         accepts_reports: Called after each graph that Inductor compiled or found in its cache, with False, and at the
             end, when a whole program may have come from AOTAutograd's cache, with True. What it does not accept is

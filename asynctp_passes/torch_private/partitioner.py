@@ -44,7 +44,6 @@ def replace_outputs(graph: fx.Graph, outputs: Sequence[Any], first: int) -> None
     """Give a forward graph other outputs, and what torch notes of each.
 
     Args:
-        graph: The graph.
         outputs: All of its outputs. Those before `first` are as they were.
         first: The number of the first output that is saved for the backward.
     """

@@ -210,9 +210,6 @@ def group_generation(name: str) -> str:
     writes into the store that it has ended, when it is destroyed, or when this is asked about the next one. A restart
     by torchrun, which may follow a crash, counts by itself. While all other ranks still hold their earlier group, as
     NCCL allows, a rank with a new one gets the number of the earlier one, and its own when it asks again.
-
-    Args:
-        name: The name of a group that there is here.
     """
     group = process_group(name)
     store = _c10d()._get_process_group_store(group)

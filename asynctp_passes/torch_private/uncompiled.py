@@ -53,7 +53,6 @@ class Uncompiled:
         name: As `CompiledFunction.base`.
         reason: Why, with the place.
         remedy: What ends that.
-        compiler: What was to compile it.
         is_judged: asynctp has graphs of it, and `giving_up` has ranks agree that they leave them.
     """
 
