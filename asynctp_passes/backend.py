@@ -408,10 +408,10 @@ def _judge_uncompiled(found: uncompiled.Uncompiled) -> None:
         StrictError, ExpectError: As `judge_uncompiled`.
         ConfigError: An option is neither a field of Config nor an Inductor option, or has a bad value.
     """
-    if found.compiler.function is asynctp:
-        config, _ = split_options(dict(found.compiler.options))
+    if found.backend is asynctp:
+        config, _ = split_options(dict(found.options))
         judge_uncompiled(found, config)
-    elif found.compiler.is_inductor and (passes := own_passes(found.compiler.options)):
+    elif found.is_inductor and (passes := own_passes(found.options)):
         judge_uncompiled(found, passes[0].config)
 
 

@@ -67,7 +67,7 @@ def enable(config: Config | None = None) -> contextlib.ExitStack:
             _leave_alone,
             lambda: bool(own_passes()),
         )
-        judge = uncompiled.listen(lambda found: judge_uncompiled(found, config) if found.compiler.is_inductor else None)
+        judge = uncompiled.listen(lambda found: judge_uncompiled(found, config) if found.is_inductor else None)
         for ending in (end, judge):
             _ends.callback(ending)
         _current = config

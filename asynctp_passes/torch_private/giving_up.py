@@ -22,6 +22,10 @@ import torch
 
 from asynctp_passes.torch_private import dynamo
 
+AT_LIMIT = (
+    "raise {}, or give what differs between the calls as a tensor or mark it dynamic (TORCH_LOGS=recompiles has it)"
+)
+
 
 @dataclass(frozen=True)
 class GivenUp:
@@ -349,11 +353,7 @@ def _at_limit(callback: Any, code: CodeType, noted: _Noted) -> GivenUp:
         name, value = "torch.compile's recompile_limit", own
     if not value <= compiled < most:
         name, value = "torch._dynamo.config.accumulated_recompile_limit", most
-    remedy = (
-        f"raise {name}, or give what differs between the calls as a tensor or mark it dynamic "
-        "(TORCH_LOGS=recompiles names it)"
-    )
-    return noted.given_up(f"{name}={value} is reached, with {compiled} compiled forms", remedy)
+    return noted.given_up(f"{name}={value} is reached, with {compiled} compiled forms", AT_LIMIT.format(name))
 
 
 def _skipped(noted: _Noted, result: Any) -> GivenUp:
