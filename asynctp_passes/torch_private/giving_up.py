@@ -23,7 +23,7 @@ import torch
 from asynctp_passes.torch_private import dynamo
 
 AT_LIMIT = (
-    "raise {}, or give what differs between the calls as a tensor or mark it dynamic (TORCH_LOGS=recompiles has it)"
+    "raise {}, or give what differs between the calls as a tensor or mark it dynamic; TORCH_LOGS=recompiles names it"
 )
 
 
