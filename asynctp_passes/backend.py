@@ -289,8 +289,10 @@ class RematerializePartitioner(_OwnPass, partitioner.CustomPartitionerFn):
     def uuid(self) -> Any:
         """As of the passes, with that of the partitioner inside; None where that has none."""
         own = super().uuid()
+        if self.inner is None:
+            return own
         ids = (own, _uuid_of(self.inner))
-        return own if self.inner is None else ids if all(ids) else None
+        return ids if all(ids) else None
 
 
 class _PassSequence(inductor_compile.InferenceAwareGraphPass):  # type: ignore[misc]
@@ -464,7 +466,8 @@ def with_passes(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
             "would not run the pass; leave it True"
         )
     passes: dict[str, Any] = {}
-    for name, one in ((_PASS_OPTION, ours), (_JOINT_PASS_OPTION, RematerializePass(ours.config))):
+    added: dict[str, Callable[..., Any]] = {_PASS_OPTION: ours, _JOINT_PASS_OPTION: RematerializePass(ours.config)}
+    for name, one in added.items():
         others = _passes_in(patches.get(name, inductor_options.current(name)))
         kept = [step for step in others if not isinstance(step, type(one))]
         passes[name] = _PassSequence([*kept, one]) if kept else one
@@ -525,8 +528,8 @@ def _read_cached(*, compiling: bool, named: bool = True) -> list[Report]:
     """
     texts = (zlib.decompress(base64.b64decode(name.removeprefix(_COUNTER))) for name in _take_replayed(compiling))
     found = [Report.from_json(text.decode()) for text in texts]
-    name = {"graph": dynamo.compile_name()} if named and dynamo.compile_name() != "graph" else {}
-    return [replace(one, from_cache=True, notes=with_own_breaks(one.notes), **name) for one in found]
+    name = dynamo.compile_name() if named and dynamo.compile_name() != "graph" else ""
+    return [replace(one, graph=name or one.graph, from_cache=True, notes=with_own_breaks(one.notes)) for one in found]
 
 
 def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False) -> list[str]:

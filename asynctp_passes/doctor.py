@@ -602,7 +602,7 @@ def last_reports(environ: Mapping[str, str], folder: Path) -> list[Report]:
 
 def _reports_of(path: Path) -> list[Report]:
     """The last reports of a file, the oldest first; none of what is no file of reports."""
-    lines = _try(lambda: path.read_text("utf-8", "replace").splitlines(), [])
+    lines = _try(lambda: path.read_text("utf-8", "replace"), "").splitlines()
     found = (_try(functools.partial(Report.from_json, line), None) for line in lines[-REPORTS:])
     return [report for report in found if report is not None]
 

@@ -14,6 +14,7 @@ from string import Template
 
 import torch
 
+from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting.files import write_whole
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.torch_private import dynamo
@@ -24,7 +25,7 @@ INDEX = "index.html"
 _ROW = re.compile(r'<meta name="asynctp-row" content="([^"]*)">')
 _MARK = '<meta name="asynctp-index" content="1">'
 _HEAD = 1 << 18  # characters of a page in which its element is
-_COUNTED = ("FUSED", "MISSED", "SKIPPED")
+_COUNTED: tuple[Outcome, ...] = ("FUSED", "MISSED", "SKIPPED")
 _PAGE = "\0"  # in a row, the name of its page, which is not known before the page is written
 
 

@@ -63,7 +63,7 @@ _modules: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDicti
 _numbers = itertools.count(1)
 
 
-def _under_way() -> tuple[Any, _Compile] | tuple[None, None]:
+def _under_way() -> tuple[Any, _Compile | None]:
     """The context of Dynamo's compile under way, and what is known of it; None outside one."""
     from torch._guards import CompileContext
 

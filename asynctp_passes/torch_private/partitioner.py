@@ -178,7 +178,7 @@ def program_outputs(graph: fx.Graph) -> dict[int, fx.Node]:
         return {}
     found: dict[int, fx.Node] = {}
     for node, description in zip(results, map(_whole, descriptions), strict=True):
-        is_tensor = isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
-        if is_tensor and type(description).__name__ == "PlainAOTOutput":
+        is_plain = type(description).__name__ == "PlainAOTOutput"
+        if is_plain and isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
             found[description.idx] = node
     return found
