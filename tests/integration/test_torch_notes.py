@@ -116,7 +116,7 @@ def test_a_gather_hidden_by_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_cached_graph_has_the_breaks_of_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that filled the cache may have broken graphs, and this one not; or the other way round."""
     monkeypatch.setattr(dynamo, "graph_breaks", lambda: [BROKEN, BROKEN])
-    (filled,) = torch_notes.notes(load(CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt").graph, "backward")
+    (filled,) = torch_notes.notes(load(CORPUS / "torch2.13/funcol_ag_2d_dim0__0.txt").graph)
     monkeypatch.setattr(dynamo, "graph_breaks", list)
     another = Note("torch", "another note")
     assert torch_notes.with_own_breaks((filled, another)) == (another,)
