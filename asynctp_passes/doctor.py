@@ -14,6 +14,7 @@ import getpass
 import importlib
 import importlib.util
 import itertools
+import math
 import os
 import re
 import socket
@@ -322,18 +323,11 @@ def symmetric_memory(facts: Facts) -> Iterator[Finding]:
 
 
 # --- settings --------------------------------------------------------------------------------------------------
-def _positive(text: str) -> bool:
-    try:
-        return 0 < float(text) < float("inf")
-    except ValueError:
-        return False
-
-
 def runtime_variables(facts: Facts) -> Iterator[Finding]:
     """Our variables of the run time that are set: what they mean, or that the value is not valid."""
     cuda = ("auto", *facts.implementations)
     limits: dict[str, tuple[Callable[[str], bool], str]] = {
-        TIMEOUT_VARIABLE: (_positive, "a positive number of seconds"),
+        TIMEOUT_VARIABLE: (lambda text: 0 < _try(lambda: float(text), 0.0) < math.inf, "a positive number of seconds"),
         CPU_VARIABLE: (CPU_IMPLEMENTATIONS.__contains__, f"one of {', '.join(CPU_IMPLEMENTATIONS)}"),
         CUDA_VARIABLE: (cuda.__contains__, f"one of {', '.join(cuda)}"),
         TABLE_VARIABLE: (bool, "the path of a file"),

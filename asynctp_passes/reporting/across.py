@@ -100,7 +100,10 @@ def cut_chains(given: Mapping[int, torch.Tensor], report: Report | None, config:
     with contained("look for chains that lie in two graphs"):
         for one in report.crossings if report is not None else ():
             half = None if one.leaves else _half_of(given.get(one.index))
-            if half and _are_halves(half.crossing, one) and config.enrolls(half.crossing.group or one.group):
+            if half is None or not config.enrolls(half.crossing.group or one.group):
+                continue
+            roles = half.crossing.role, one.role  # a gathered tensor is multiplied, or a result of a matmul reduced
+            if (roles[0] == "all_gather") == (roles[1] == "matmul") and "matmul" in roles:
                 halves.append((half, one))
     if report is None or not halves:
         return None, 0
@@ -120,11 +123,6 @@ def _half_of(tensor: torch.Tensor | None) -> _Half | None:
     if tensor is None or half is None or half.version != dynamo.version_of(tensor):
         return None
     return half if half.ended or half.version is not None else None
-
-
-def _are_halves(before: Crossing, after: Crossing) -> bool:
-    """True for a gathered tensor that is multiplied, and a result of a matmul that is reduced."""
-    return (before.role == "all_gather") == (after.role == "matmul") and "matmul" in (before.role, after.role)
 
 
 def _remark(half: _Half, after: Crossing, graph: str) -> Remark:

@@ -81,13 +81,10 @@ def with_own_breaks(notes: Sequence[Note]) -> tuple[Note, ...]:
 
 def hidden_calls() -> str:
     """The note on collectives and matmuls that run outside every graph, where no pass sees them; empty without any."""
-    texts = dynamo.graph_breaks()
-    counts = {mark: sum(mark in text for text in texts) for mark in _HIDING}
-    return "; ".join(_hidden(mark, count) for mark, count in counts.items() if count)
-
-
-def _hidden(mark: str, count: int) -> str:
-    call, why, remedy = _HIDING[mark]
-    times = f"{count} time{'s' if count > 1 else ''}"
-    effect = _IN_ANOTHER_GRAPH if mark in _CALLING_MODULES else _IN_NO_GRAPH
-    return f"torch broke a graph at {call}, {times} in this process: {effect} ({why}); {remedy}"
+    texts, told = dynamo.graph_breaks(), []
+    for mark, (call, why, remedy) in _HIDING.items():
+        if count := sum(mark in text for text in texts):
+            times = f"{count} time{'s' if count > 1 else ''}"
+            effect = _IN_ANOTHER_GRAPH if mark in _CALLING_MODULES else _IN_NO_GRAPH
+            told.append(f"torch broke a graph at {call}, {times} in this process: {effect} ({why}); {remedy}")
+    return "; ".join(told)

@@ -158,7 +158,9 @@ def _ask_of_frames() -> None:
         result.apply_to_code = False  # ask again at the next call
         noted.at_limit = _limits(code) if strategy.cur_action == actions.RUN_ONLY else ()
         if convert_frame.has_tensor_in_frame(frame):
-            found = _at_limit(callback, code, noted) if noted.at_limit else _skipped(noted, result)
+            why = getattr(result, "skip_reason", None)  # torch 2.11 gives none
+            skipped = noted.given_up(f"Dynamo skips it{f' ({why})' if why else ''}", _ALIKE)
+            found = _at_limit(callback, code, noted) if noted.at_limit else skipped
             noted.left(found)
             _await_collectives(code, noted, found)
 
@@ -237,6 +239,7 @@ def _asking(callback: Any, compiled: bool) -> Callable[..., Any]:
 
 
 _ONE_STANCE = "set one stance on every rank"
+_ALIKE = "let this function be compiled on every rank, or on none (TORCH_LOGS=+dynamo has more)"
 
 
 # --- collectives of what is given up ------------------------------------------------------------------------------
@@ -354,9 +357,3 @@ def _at_limit(callback: Any, code: CodeType, noted: _Noted) -> GivenUp:
     if not value <= compiled < most:
         name, value = "torch._dynamo.config.accumulated_recompile_limit", most
     return noted.given_up(f"{name}={value} is reached, with {compiled} compiled forms", AT_LIMIT.format(name))
-
-
-def _skipped(noted: _Noted, result: Any) -> GivenUp:
-    reason = getattr(result, "skip_reason", None)  # torch 2.11 gives none
-    remedy = "let this function be compiled on every rank, or on none (TORCH_LOGS=+dynamo has more)"
-    return noted.given_up(f"Dynamo skips it{f' ({reason})' if reason else ''}", remedy)

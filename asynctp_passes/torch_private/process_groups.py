@@ -192,10 +192,9 @@ def peers_of(name: str) -> Peers | None:
 
 @dataclass
 class _Life:
-    """A group of this process, and which of those of its name it is."""
+    """Which of the groups of its name one is. end: Writes that it has ended."""
 
-    store: Any
-    number: int
+    number: int = 0
     end: Any = None
 
 
@@ -217,7 +216,7 @@ def group_generation(name: str) -> str:
     if former is not None and former is not group and former in _lives:
         _lives[former].end()
     _newest[name] = weakref.ref(group)
-    life = _lives.setdefault(group, _Life(store, 0))
+    life = _lives.setdefault(group, _Life())
     if life.end is None or store.check([_ended(life.number)]):
         life.number = next(number for number in itertools.count(life.number) if not store.check([_ended(number)]))
         if life.end is not None:
