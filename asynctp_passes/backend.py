@@ -213,7 +213,7 @@ class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
         _publish(report, self.config, before, graph, names=self.names)
         if report.phase == "backward":
             with contained("tell where nothing is fused"):
-                picture.warn_of_nothing(self.config, backward=True)
+                picture.warn_of_nothing(self.config)
         return report
 
 
@@ -359,9 +359,8 @@ def compile_graph(
     patches = with_passes(patches, ours)
     found = list[Report]()
     given: dict[int, torch.Tensor] = {}
-    with contained("keep the picture of the process"):
+    with contained("look at the inputs"):
         given = dynamo.given_tensors(gm)
-        picture.note_function(any(map(dynamo.is_distributed_tensor, given.values())))
 
     def accept_reports(joint: bool, again: bool) -> bool:
         cached: list[Report] = []

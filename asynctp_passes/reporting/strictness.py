@@ -53,7 +53,7 @@ def raise_if_strict(graph: fx.Graph, report: Report, config: Config) -> None:
     with_parts = dataclasses.replace(
         report, remarks=tuple(remark for part in parts.values() for remark in part.remarks)
     )
-    _raise_if(with_parts, report, config, elsewhere, max(0, len(others) - len(inside)))
+    _raise_if(with_parts, report, config, elsewhere)
 
 
 def raise_if_strict_across(report: Report, config: Config, elsewhere: int) -> None:
@@ -99,24 +99,19 @@ def _not_compiled(found: Uncompiled | GivenUp) -> str:
     return f"torch fails to compile {found.name}, and what it multiplies or communicates is not fused ({found.reason})"
 
 
-def _raise_if(judged: Report, own: Report, config: Config, elsewhere: int, earlier: int = 0) -> None:
-    """Judge a report; `own` goes with the error, and `earlier` counts graphs of the same compile before it."""
+def _raise_if(judged: Report, own: Report, config: Config, elsewhere: int) -> None:
+    """Judge a report; `own` goes with the error, and `elsewhere` counts chains that other graphs have fused."""
     fused = len(judged.fused) + elsewhere
     failed = judged.missed or judged.internal_errors
     certain = any(remark.name not in _UNCERTAIN for remark in judged.missed)
     none = certain and not fused and not dynamo.is_cut_for_ddp()  # later pieces may fuse some
     if (failed and config.strict == "all") or (none and config.strict == "zero"):
-        raise StrictError(_strict_message(judged, config, earlier), own)
+        raise StrictError(_strict_message(judged, config), own)
     if (fused or judged.missed) and fused < config.expect:
-        raise ExpectError(_expect_message(judged, config, fused, earlier), own)
+        raise ExpectError(_expect_message(judged, config, fused), own)
 
 
-def _name_of(report: Report, earlier: int) -> str:
-    piece = f", piece {earlier + 1} of this compile" if earlier else ""
-    return f"{report.graph} ({report.phase}{piece})"
-
-
-def _expect_message(report: Report, config: Config, fused: int, earlier: int) -> str:
+def _expect_message(report: Report, config: Config, fused: int) -> str:
     most = fused + len(report.missed)
     remedy = "mend what is missed"
     if most < config.expect:
@@ -126,16 +121,16 @@ def _expect_message(report: Report, config: Config, fused: int, earlier: int) ->
             "graph that has any. asynctp_passes.require(fused=N) counts those of all graphs"
         )
     return (
-        f"asynctp: expect={config.expect}, but {fused} of the {most} chains of {_name_of(report, earlier)} are "
+        f"asynctp: expect={config.expect}, but {fused} of the {most} chains of {report.graph} ({report.phase}) are "
         f"fused. Remedy: {remedy}\n{report}"
     )
 
 
-def _strict_message(report: Report, config: Config, earlier: int = 0) -> str:
+def _strict_message(report: Report, config: Config) -> str:
     codes = ", ".join(sorted({remark.code for remark in report.missed})) or INTERNAL_ERROR.code
     chains = len(report.missed) + len(report.fused)
     return (
-        f"{codes}: asynctp fused {len(report.fused)} of {chains} chains of {_name_of(report, earlier)} "
+        f"{codes}: asynctp fused {len(report.fused)} of {chains} chains of {report.graph} ({report.phase}) "
         f'and strict="{config.strict}" does not allow that. Mend the chains below, or compile with '
         f'strict="off".\n{report}'
     )

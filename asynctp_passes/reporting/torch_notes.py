@@ -19,8 +19,7 @@ _SCALED_MM = (
     "use torch._scaled_mm or torch.ops.aten._scaled_mm_v2, or a newer torch",
 )
 
-_IN_NO_GRAPH = "what is called there runs outside every graph and is in no report"
-_IN_ANOTHER_GRAPH = "what is called there is in another graph than what is around it, or in none and in no report"
+_OUTSIDE = "what is called there is in another graph than what is around it, or in none and in no report"
 
 _HIDING = {
     "_maybe_view_chunk_cat": (
@@ -54,9 +53,6 @@ _HIDING = {
 }
 """For what dynamo says when it breaks a graph, or gives a frame up: at which call, why, and what to do."""
 
-_CALLING_MODULES = ("the function `checkpoint_sequential`", "Module-level backwards hooks require compiled autograd")
-"""Those of them whose calls run modules, which dynamo may compile by themselves."""
-
 
 def notes(graph: fx.Graph) -> tuple[Note, ...]:
     """The notes on a graph; most graphs have none."""
@@ -85,6 +81,5 @@ def hidden_calls() -> str:
     for mark, (call, why, remedy) in _HIDING.items():
         if count := sum(mark in text for text in texts):
             times = f"{count} time{'s' if count > 1 else ''}"
-            effect = _IN_ANOTHER_GRAPH if mark in _CALLING_MODULES else _IN_NO_GRAPH
-            told.append(f"torch broke a graph at {call}, {times} in this process: {effect} ({why}); {remedy}")
+            told.append(f"torch broke a graph at {call}, {times} in this process: {_OUTSIDE} ({why}); {remedy}")
     return "; ".join(told)

@@ -169,12 +169,6 @@ def given_tensors(gm: fx.GraphModule) -> dict[int, torch.Tensor]:
     return found
 
 
-def is_distributed_tensor(tensor: torch.Tensor) -> bool:
-    """True for a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The one tensor in a tensor subclass, a DTensor's local one; else the tensor itself."""
     flatten: Callable[[], tuple[list[str], Any]] | None = getattr(tensor, "__tensor_flatten__", None)
@@ -230,15 +224,6 @@ def graph_breaks() -> list[str]:
     from torch._dynamo.utils import counters
 
     return [text for kind in ("graph_break", "unimplemented") for text in Counter(counters[kind]).elements()]
-
-
-def compiled_functions() -> int:
-    """How many graphs the backends of torch.compile have compiled in this process; not the one under way."""
-    if "torch._dynamo" not in sys.modules:
-        return 0
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
 
 
 def functions_with_graphs() -> list[str]:

@@ -148,7 +148,7 @@ print("reports:", len(asynctp_passes.reports()))
     assert done.returncode == 0, done.stderr
     assert "reports: 0" in done.stdout
     assert "async_op=True" in done.stderr
-    assert "is in no report" in done.stderr
+    assert "in no report" in done.stderr
 
 
 def test_blocks_that_breaks_hide() -> None:
@@ -191,7 +191,7 @@ def test_it_is_logged_where_there_is_no_report(
     monkeypatch.setattr(dynamo, "graph_breaks", lambda: [BROKEN])
     with caplog.at_level(logging.WARNING, "asynctp_passes"):
         asynctp_passes.reports()
-    assert "is in no report" in caplog.text
+    assert "in no report" in caplog.text
 
 
 def test_graph_breaks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ print("fused:", sum(len(report.fused) for report in asynctp_passes.reports()))
     done = _run(program)
     assert done.returncode == 0, done.stderr
     fused = "fused: 1" in done.stdout
-    assert fused != ("is in no report" in done.stderr), done.stderr
+    assert fused != ("in no report" in done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("recipe", ["torch.nn.functional.ScalingType.RowWise", "ROWWISE"])
