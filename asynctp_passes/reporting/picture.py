@@ -254,7 +254,7 @@ def _causes(reports: list[Report]) -> list[str]:
         causes.append(f"Collectives are in the graphs, and skipped: {told}; asynctp_passes.reports() says why")
     elif not opaque:
         causes.append(
-            "No graph communicates: the hooks of parallelize_module do, outside of what is compiled; compile the model, "
+            "No graph communicates: the hooks of parallelize_module do, outside of what is compiled; compile the model "
             "or a module around the one with the hooks. Or the model was not parallelized, as where no key of the plan "
             "matched a module, of which torch warns. Or graphs went to another backend of torch.compile"
         )
