@@ -218,11 +218,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def own_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The `ASYNCTP_*` variables that are set."""
-    return {key: text for key, text in environ.items() if key.startswith(_ENVIRONMENT_PREFIX)}
-
-
 def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:
     """The implementation of the fused ops for CPU tensors, from `ASYNCTP_CPU_IMPLEMENTATION`.
 
@@ -266,10 +261,9 @@ def agree_seconds(environ: Mapping[str, str] | None = None) -> float:
     """
     key = f"{_ENVIRONMENT_PREFIX}AGREE_S"
     text = (os.environ if environ is None else environ).get(key, "30")
-    try:
+    seconds = math.nan
+    with contextlib.suppress(ValueError):
         seconds = float(text)
-    except ValueError:
-        seconds = math.nan
     _require(0 <= seconds < math.inf, key, text, "a number of seconds, 0 or more")
     return seconds
 

@@ -26,14 +26,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-from asynctp_passes.config import CPU_IMPLEMENTATIONS, RUNTIME_VARIABLES, Config, ConfigError, own_variables
+from asynctp_passes.config import CPU_IMPLEMENTATIONS, RUNTIME_VARIABLES, Config, ConfigError
 from asynctp_passes.reporting.report import Report
 
 Status = Literal["ok", "info", "warn", "fail"]
 Version = tuple[int, ...]
 T = TypeVar("T")
 
-OLDEST_PYTHON: Version = (3, 10)
 OLDEST_TORCH: Version = (2, 11)
 NEWEST_TORCH: Version = (2, 15)
 OLDEST_TRITON: Version = (3, 6)
@@ -116,7 +115,7 @@ class Facts:
     installed: str = ""
     places: tuple[str, str] = ("", "")
     options_error: str = ""
-    python: Version = OLDEST_PYTHON
+    python: Version = (3, 10)
     torch: str | None = None
     torch_cuda: str | None = None
     triton: str | None = None
@@ -162,15 +161,6 @@ def own_version(facts: Facts) -> Iterator[Finding]:
     yield Finding("asynctp", "ok", f"{found}; passes in {facts.places[0]}, kernels in {facts.places[1] or '(nowhere)'}")
 
 
-def python_version(facts: Facts) -> Iterator[Finding]:
-    """Python is new enough."""
-    if facts.python < OLDEST_PYTHON:
-        oldest = _dotted(OLDEST_PYTHON)
-        yield Finding("python", "fail", f"{_dotted(facts.python)} is too old", f"use Python {oldest} or newer")
-    else:
-        yield Finding("python", "ok", _dotted(facts.python))
-
-
 def torch_version(facts: Facts) -> Iterator[Finding]:
     """torch is there, and one of the versions that this package is written for."""
     span = f"{_dotted(OLDEST_TORCH)} to {_dotted(NEWEST_TORCH)}"
@@ -196,7 +186,8 @@ def torch_build(facts: Facts) -> Iterator[Finding]:
 
 
 def triton_version(facts: Facts) -> Iterator[Finding]:
-    """triton is there, new enough, and the kernels can be imported with it."""
+    """triton is there, new enough, and the kernels can be imported with it; beside the version of Python."""
+    yield Finding("python", "ok", _dotted(facts.python))
     remedy = f"install triton {_dotted(OLDEST_TRITON)} or newer"
     if facts.triton is None:
         status: Status = "warn" if facts.gpus else "info"
@@ -464,12 +455,8 @@ def known_bugs(facts: Facts) -> Iterator[Finding]:
     """Say what is known to be broken in this version of torch, whether or not a program meets it."""
     version = _version(facts.torch or "")
     for bug in KNOWN_BUGS:
-        if version and bug.concerns(version):
-            harmless = bug.micro_pipeline and not facts.micro_pipeline
-            if harmless:
-                yield Finding("torch bug", "info", f"{bug.text}; that pass is off here")
-            else:
-                yield Finding("torch bug", "warn", bug.text, bug.remedy)
+        if version and bug.concerns(version) and (facts.micro_pipeline or not bug.micro_pipeline):
+            yield Finding("torch bug", "warn", bug.text, bug.remedy)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------
@@ -477,7 +464,6 @@ CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     own_version,
     torch_version,
     torch_build,
-    python_version,
     triton_version,
     interpreter,
     driver_version,
@@ -645,8 +631,9 @@ def gather_facts() -> Facts:
         symmetric_memory=_try(lambda: torch_private.symmetric_memory_backend(), None),
         micro_pipeline=_try(lambda: torch_private.micro_pipeline_enabled(), False),
         implementations=_try(lambda: select.offered(), CUDA_IMPLEMENTATIONS),
-        environment=own_variables(os.environ)
-        | {name: os.environ[name] for name in OTHER_VARIABLES if name in os.environ},
+        environment={
+            name: value for name, value in os.environ.items() if name.startswith("ASYNCTP_") or name in OTHER_VARIABLES
+        },
         table_path=path,
         table_gpus=table_gpus,
         table_error=table_error,
