@@ -35,18 +35,11 @@ class CompiledFunction:
 
     Attributes:
         name: `"lib/model.py:forward:12"`, its file with its folder, its name and its first line.
-        resumes: Of the rest of a function after a graph break, the name of that function; else empty.
-        breaks: Its graph ends at a graph break.
+        base: The name of the function in the program, which differs for the rest of it after a graph break.
     """
 
     name: str
-    resumes: str = ""
-    breaks: bool = False
-
-    @property
-    def base(self) -> str:
-        """The name of the function in the program."""
-        return self.resumes or self.name
+    base: str
 
 
 @dataclass
@@ -92,13 +85,13 @@ def compiled_function() -> CompiledFunction | None:
     if found is None or frame_id is None:
         return None
     found.function = _function_on_stack() or found.function
-    return found.function or CompiledFunction(f"function {frame_id}")
+    return found.function or CompiledFunction(f"function {frame_id}", f"function {frame_id}")
 
 
 def compiled_module() -> int:
     """A number of the module whose method is compiled, its backward included; 0 for a function of no module."""
     _, found = _under_way()
-    output, _ = _output_on_stack()
+    output = _output_on_stack()
     if found is None:
         return 0
     if output is not None:  # not of a backward
@@ -110,23 +103,19 @@ def compiled_module() -> int:
 
 def _function_on_stack() -> CompiledFunction | None:
     """The function whose graph Dynamo gives to its backend just now."""
-    output, reason = _output_on_stack()
+    output = _output_on_stack()
     code = _wrapped_code(output) or getattr(getattr(output, "root_tx", None), "f_code", None)
-    if code is None:
-        return None
-    original = original_code(code)
-    resumes = "" if original is code else name_of(original)
-    return CompiledFunction(name_of(code), resumes, bool(getattr(reason, "graph_break", False)))
+    return None if code is None else CompiledFunction(name_of(code), name_of(original_code(code)))
 
 
-def _output_on_stack() -> tuple[Any, Any]:
-    """The output graph that Dynamo gives to its backend just now, and why that ends; None without one."""
+def _output_on_stack() -> Any:
+    """The output graph that Dynamo gives to its backend just now; None without one."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "compile_subgraph" and "reason" in frame.f_locals:
-            return frame.f_locals.get("self"), frame.f_locals["reason"]
+            return frame.f_locals.get("self")
         frame = frame.f_back
-    return None, None
+    return None
 
 
 def _wrapped_code(output: Any) -> CodeType | None:

@@ -33,13 +33,11 @@ class GivenUp:
 
     Attributes:
         name: As `CompiledFunction.name`.
-        groups: The process groups of its graphs, as they were noted.
         reason: Why, in Dynamo's words or ours.
         remedy: What ends that, on every rank.
     """
 
     name: str
-    groups: frozenset[str]
     reason: str
     remedy: str
 
@@ -58,7 +56,7 @@ class _Noted:
     at_limit: tuple[int, ...] = ()
 
     def given_up(self, reason: str, remedy: str) -> GivenUp:
-        return GivenUp(self.name, self.groups, reason, remedy)
+        return GivenUp(self.name, reason, remedy)
 
 
 @dataclass

@@ -354,7 +354,7 @@ def test_a_folder_has_a_list_of_its_pages(graph: fx.Graph, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("rank", "said"), [(3, "m.py:step:1, rank 3, "), (0, "m.py:step:1, rank 0, "), (None, "")])
 def test_a_page_and_its_row_say_whose_it_is(rank: int | None, said: str, graph: fx.Graph, tmp_path: Path) -> None:
-    function = None if rank is None else dynamo.CompiledFunction("m.py:step:1")
+    function = None if rank is None else dynamo.CompiledFunction("m.py:step:1", "m.py:step:1")
     with (
         mock.patch.object(graph_index, "_rank", return_value=rank),
         mock.patch.object(graph_index.time, "strftime", return_value="today"),
