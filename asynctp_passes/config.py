@@ -218,6 +218,11 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
+def own_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The `ASYNCTP_*` variables that are set."""
+    return {key: text for key, text in environ.items() if key.startswith(_ENVIRONMENT_PREFIX)}
+
+
 def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:
     """The implementation of the fused ops for CPU tensors, from `ASYNCTP_CPU_IMPLEMENTATION`.
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-from asynctp_passes.config import CPU_IMPLEMENTATIONS, RUNTIME_VARIABLES, Config, ConfigError
+from asynctp_passes.config import CPU_IMPLEMENTATIONS, RUNTIME_VARIABLES, Config, ConfigError, own_variables
 from asynctp_passes.reporting.report import Report
 
 Status = Literal["ok", "info", "warn", "fail"]
@@ -631,9 +631,8 @@ def gather_facts() -> Facts:
         symmetric_memory=_try(lambda: torch_private.symmetric_memory_backend(), None),
         micro_pipeline=_try(lambda: torch_private.micro_pipeline_enabled(), False),
         implementations=_try(lambda: select.offered(), CUDA_IMPLEMENTATIONS),
-        environment={
-            name: value for name, value in os.environ.items() if name.startswith("ASYNCTP_") or name in OTHER_VARIABLES
-        },
+        environment=own_variables(os.environ)
+        | {name: os.environ[name] for name in OTHER_VARIABLES if name in os.environ},
         table_path=path,
         table_gpus=table_gpus,
         table_error=table_error,
