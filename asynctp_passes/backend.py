@@ -12,12 +12,12 @@ import base64
 import collections
 import contextlib
 import copy
-import dataclasses
 import logging
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,14 +36,13 @@ from asynctp_passes.reporting.internal import FORESEEN, contained, sources_diges
 from asynctp_passes.reporting.picture import Summary, picture
 from asynctp_passes.reporting.report import Report
 from asynctp_passes.reporting.strictness import judge_uncompiled, raise_if_strict_across
-from asynctp_passes.reporting.torch_notes import from_another_process, hidden_calls
+from asynctp_passes.reporting.torch_notes import hidden_calls, with_own_breaks
 from asynctp_passes.torch_private import (
     dynamo,
     inductor_compile,
     inductor_options,
     partitioner,
     process_groups,
-    tensor_storage,
     uncompiled,
 )
 
@@ -179,8 +178,8 @@ class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
         self.forward: Report | None = None
         self.names: graph_page.Names | None = None
 
-    def __call__(self, graph: fx.Graph) -> None:
-        """Run the pass on a post-grad graph, in place, and send the report to the configured sinks.
+    def __call__(self, graph: fx.Graph) -> Report:  # type: ignore[override]
+        """Run the pass on a post-grad graph, in place, send the report to the configured sinks, and return it.
 
         Raises:
             StrictError, ExpectError: As `Config.strict` and `Config.expect` ask, also where asynctp itself failed and
@@ -190,10 +189,6 @@ class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
                 asynctp failed on a graph after all ranks had agreed on something.
             GroupError: `groups` names a process group that does not exist here.
         """
-        self.fuse(graph)
-
-    def fuse(self, graph: fx.Graph) -> Report:
-        """Run the pass, and return the report that the sinks were sent. It raises what a call raises."""
         _require_groups(self.config)
         cached: list[Report] = []
         with contained("publish reports of cached graphs"):
@@ -210,7 +205,7 @@ class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
             if error.report is not None:
                 _publish(error.report, self.config, before, graph, names=self.names, raised=True)
             raise
-        report = dataclasses.replace(report, seconds=round(time.perf_counter() - begun, 4))
+        report = replace(report, seconds=round(time.perf_counter() - begun, 4))
         if report.phase != "backward" and (self.forward is None or not self.forward.crossings):
             self.forward = report  # before it come the branches of a torch.cond, whose border is none
         with contained("store the report with the compiled graph"):
@@ -218,7 +213,7 @@ class AsyncTPPass(_OwnPass, inductor_compile.CustomGraphPass):
         _publish(report, self.config, before, graph, names=self.names)
         if report.phase == "backward":
             with contained("tell where nothing is fused"):
-                picture.warn_of_nothing(self.config, backward=True)
+                picture.warn_of_nothing(self.config)
         return report
 
 
@@ -294,7 +289,10 @@ class RematerializePartitioner(_OwnPass, partitioner.CustomPartitionerFn):
     def uuid(self) -> Any:
         """As of the passes, with that of the partitioner inside; None where that has none."""
         own = super().uuid()
-        return own if self.inner is None else _all_or_none((own, _uuid_of(self.inner)))
+        if self.inner is None:
+            return own
+        ids = (own, _uuid_of(self.inner))
+        return ids if all(ids) else None
 
 
 class _PassSequence(inductor_compile.InferenceAwareGraphPass):  # type: ignore[misc]
@@ -309,15 +307,12 @@ class _PassSequence(inductor_compile.InferenceAwareGraphPass):  # type: ignore[m
 
     def uuid(self) -> tuple[Any, ...] | None:
         """The passes' own identifiers; None, which turns caching off, when one has none."""
-        return _all_or_none(tuple(map(_uuid_of, self.passes)))
+        ids = tuple(map(_uuid_of, self.passes))
+        return ids if all(ids) else None
 
 
 def _uuid_of(step: Callable[..., Any]) -> Any:
     return getattr(step, "uuid", lambda: None)()
-
-
-def _all_or_none(ids: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    return ids if all(ids) else None
 
 
 def asynctp(
@@ -364,9 +359,8 @@ def compile_graph(
     patches = with_passes(patches, ours)
     found = list[Report]()
     given: dict[int, torch.Tensor] = {}
-    with contained("keep the picture of the process"):
+    with contained("look at the inputs"):
         given = dynamo.given_tensors(gm)
-        picture.note_function(any(map(tensor_storage.is_distributed_tensor, given.values())))
 
     def accept_reports(joint: bool, again: bool) -> bool:
         cached: list[Report] = []
@@ -380,7 +374,8 @@ def compile_graph(
             return False
         found.extend(cached)
         with contained("publish reports of cached graphs"):
-            _publish_all(cached, config)
+            for report in cached:
+                _publish(report, config)
         return True
 
     compiled = inductor_compile.compile_graph(gm, example_inputs, patches, accept_reports, further or {})
@@ -414,10 +409,10 @@ def _judge_uncompiled(found: uncompiled.Uncompiled) -> None:
         StrictError, ExpectError: As `judge_uncompiled`.
         ConfigError: An option is neither a field of Config nor an Inductor option, or has a bad value.
     """
-    if found.compiler.function is asynctp:
-        config, _ = split_options(dict(found.compiler.options))
+    if found.backend is asynctp:
+        config, _ = split_options(dict(found.options))
         judge_uncompiled(found, config)
-    elif found.compiler.is_inductor and (passes := own_passes(found.compiler.options)):
+    elif found.is_inductor and (passes := own_passes(found.options)):
         judge_uncompiled(found, passes[0].config)
 
 
@@ -469,9 +464,12 @@ def with_passes(patches: dict[str, Any], ours: AsyncTPPass) -> dict[str, Any]:
             f"asynctp: {_PASSES_OPTION}=False (mode='lite' sets it) is not valid with asynctp: Inductor "
             "would not run the pass; leave it True"
         )
-    added: list[tuple[str, AsyncTPPass | RematerializePass]]
-    added = [(_PASS_OPTION, ours), (_JOINT_PASS_OPTION, RematerializePass(ours.config))]
-    passes = {name: _append(patches.get(name, inductor_options.current(name)), one) for name, one in added}
+    passes: dict[str, Any] = {}
+    added: dict[str, Callable[..., Any]] = {_PASS_OPTION: ours, _JOINT_PASS_OPTION: RematerializePass(ours.config)}
+    for name, one in added.items():
+        others = _passes_in(patches.get(name, inductor_options.current(name)))
+        kept = [step for step in others if not isinstance(step, type(one))]
+        passes[name] = _PassSequence([*kept, one]) if kept else one
     present = patches.get(_PARTITIONER_OPTION, inductor_options.current(_PARTITIONER_OPTION))
     inner = present.inner if isinstance(present, RematerializePartitioner) else present
     divider = RematerializePartitioner(ours.config, inner)
@@ -488,12 +486,6 @@ def own_passes(patches: Mapping[str, Any] | None = None) -> list[_OwnPass]:
     names, given = (_PASS_OPTION, _JOINT_PASS_OPTION, _PARTITIONER_OPTION), patches or {}
     present = (given.get(name, inductor_options.current(name)) for name in names)
     return [step for passes in present for step in _passes_in(passes) if isinstance(step, _OwnPass)]
-
-
-def _append(present: Any, ours: AsyncTPPass | RematerializePass) -> Any:
-    """Our pass after those the user has; an earlier one of its kind gives way."""
-    kept = [step for step in _passes_in(present) if not isinstance(step, type(ours))]
-    return _PassSequence([*kept, ours]) if kept else ours
 
 
 def _passes_in(present: Any) -> list[Any]:
@@ -521,7 +513,8 @@ def _send_with_cache_entry(report: Report) -> None:
 def _publish_cached(config: Config | None, *, named: bool = True) -> list[Report]:
     """Publish the reports of `_read_cached`, and return them. config: names the sinks; None keeps the reports only."""
     replayed = _read_cached(compiling=True, named=named)
-    _publish_all(replayed, config, strayed=not named)
+    for report in replayed:
+        _publish(report, config, strayed=not named)
     return replayed
 
 
@@ -532,15 +525,10 @@ def _read_cached(*, compiling: bool, named: bool = True) -> list[Report]:
         compiling: A compile may be under way whose cache entry is not made yet: leave what its pass sent.
         named: They are of the compile under way, and get its name.
     """
-    replayed = [_read_counter(name) for name in _take_replayed(compiling)]
-    if named and dynamo.compile_name() != "graph":
-        replayed = [dataclasses.replace(report, graph=dynamo.compile_name()) for report in replayed]
-    return replayed
-
-
-def _publish_all(reports: Sequence[Report], config: Config | None, *, strayed: bool = False) -> None:
-    for report in reports:
-        _publish(report, config, strayed=strayed)
+    texts = (zlib.decompress(base64.b64decode(name.removeprefix(_COUNTER))) for name in _take_replayed(compiling))
+    found = [Report.from_json(text.decode()) for text in texts]
+    name = dynamo.compile_name() if named and dynamo.compile_name() != "graph" else ""
+    return [replace(one, graph=name or one.graph, from_cache=True, notes=with_own_breaks(one.notes)) for one in found]
 
 
 def _refused(cached: Sequence[Report], config: Config, *, joint: bool = False) -> list[str]:
@@ -569,12 +557,6 @@ def _cached_in_vain(refused: Sequence[str]) -> str:
         f"a graph that Inductor's cache had cannot run here, since ranks differ: {'; '.join(refused)}. Ranks that "
         "share no cache, or find different things in it, need TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 in the environment"
     )
-
-
-def _read_counter(name: str) -> Report:
-    """The report that a counter's name holds, as one of a cached graph."""
-    report = Report.from_json(zlib.decompress(base64.b64decode(name.removeprefix(_COUNTER))).decode())
-    return dataclasses.replace(report, from_cache=True, notes=from_another_process(report.notes))
 
 
 def _take_replayed(compiling: bool) -> list[str]:
@@ -628,7 +610,7 @@ def _publish(
         with contained("log the report"):
             _log(report)
     with contained("trace the report"):
-        dynamo.trace_artifact(f"asynctp_{report.phase}_report", report.to_json)
+        dynamo.trace(f"asynctp_{report.phase}_report", report.to_json)
     if config.report_file is not None:
         with _or_warn("report_file", config.report_file):
             files.write(config.report_file, report.to_json() + "\n", append=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -11,17 +12,16 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Strict = Literal["off", "zero", "all"]
 Rematerialize = Literal["auto", "always", "never"]
 Invariant = Literal["auto", "off", "batch"]
+_LEVELS = {"strict": get_args(Strict), "rematerialize": get_args(Rematerialize), "invariant": get_args(Invariant)}
+_NUMBERS = ("expect", "min_bytes", "min_flops")
 _SWITCHES = ("deviate", "direct")
-_NOT_DECISIVE = ("report_file", "graph_dir")
-_STRICT_LEVELS = ("off", "zero", "all")
-_INVARIANT_LEVELS = ("auto", "off", "batch")
-_REMATERIALIZE_MODES = ("auto", "always", "never")
-_CPU_IMPLEMENTATIONS = ("reference", "interpreted")
+_SINKS = ("report_file", "graph_dir")
+CPU_IMPLEMENTATIONS = ("reference", "interpreted")
 _ENVIRONMENT_PREFIX = "ASYNCTP_"
 
 STEPS = {
@@ -107,24 +107,16 @@ class Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", _group_names(self.groups))
         object.__setattr__(self, "skip", _step_names(self.skip))
-        _require(self.strict in _STRICT_LEVELS, "strict", self.strict, f"one of {_STRICT_LEVELS}")
-        _require(
-            self.rematerialize in _REMATERIALIZE_MODES,
-            "rematerialize",
-            self.rematerialize,
-            f"one of {_REMATERIALIZE_MODES}",
-        )
-        _require(self.invariant in _INVARIANT_LEVELS, "invariant", self.invariant, f"one of {_INVARIANT_LEVELS}")
-        for name in ("expect", "min_bytes", "min_flops"):
+        for name, levels in _LEVELS.items():
+            _require(getattr(self, name) in levels, name, getattr(self, name), f"one of {levels}")
+        for name in _NUMBERS:
             value = getattr(self, name)
-            _require(
-                isinstance(value, int) and not isinstance(value, bool) and value >= 0, name, value, "an integer >= 0"
-            )
+            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            _require(is_number, name, value, "an integer >= 0")
         for name in _SWITCHES:
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        for name in ("report_file", "graph_dir"):
-            value = getattr(self, name)
-            if value is not None:
+        for name in _SINKS:
+            if (value := getattr(self, name)) is not None:
                 _require(isinstance(value, str | os.PathLike) and bool(str(value)), name, value, "a path, or None")
                 object.__setattr__(self, name, str(value))
                 _require(can_be_written(str(value), folder=name == "graph_dir"), name, value, _WRITABLE[name])
@@ -169,7 +161,7 @@ class Config:
 
     def decisive(self) -> dict[str, Any]:
         """The values that influence generated code, by field: all but the report sinks."""
-        return {name: getattr(self, name) for name in self.field_names() if name not in _NOT_DECISIVE}
+        return {name: getattr(self, name) for name in self.field_names() if name not in _SINKS}
 
     def digest(self) -> str:
         """A hash of the values that influence generated code."""
@@ -239,7 +231,7 @@ def cpu_implementation(environ: Mapping[str, str] | None = None) -> str:
     """
     key = f"{_ENVIRONMENT_PREFIX}CPU_IMPLEMENTATION"
     value = (os.environ if environ is None else environ).get(key, "reference")
-    _require(value in _CPU_IMPLEMENTATIONS, key, value, f"one of {_CPU_IMPLEMENTATIONS}")
+    _require(value in CPU_IMPLEMENTATIONS, key, value, f"one of {CPU_IMPLEMENTATIONS}")
     return value
 
 
@@ -274,32 +266,25 @@ def agree_seconds(environ: Mapping[str, str] | None = None) -> float:
     """
     key = f"{_ENVIRONMENT_PREFIX}AGREE_S"
     text = (os.environ if environ is None else environ).get(key, "30")
-    try:
+    seconds = math.nan
+    with contextlib.suppress(ValueError):
         seconds = float(text)
-    except ValueError:
-        seconds = math.nan
     _require(0 <= seconds < math.inf, key, text, "a number of seconds, 0 or more")
     return seconds
 
 
-def _switch(key: str, text: str) -> bool:
-    words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-    _require(text.lower() in words, key, text, f"one of {tuple(words)}")
-    return words[text.lower()]
-
-
 def _parse(key: str, name: str, text: str) -> Any:
     text = text.strip()
-    if name in ("expect", "min_bytes", "min_flops"):
-        try:
+    if name in _NUMBERS:
+        with contextlib.suppress(ValueError):
             return int(text)
-        except ValueError:
-            raise ConfigError(f"asynctp: {key}={text!r} is not valid; it must be an integer >= 0") from None
     if name in _SWITCHES:
-        return _switch(key, text)
+        words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+        _require(text.lower() in words, key, text, f"one of {tuple(words)}")
+        return words[text.lower()]
     if name == "skip" or (name == "groups" and text != "auto"):
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if name in ("report_file", "graph_dir"):
+    if name in _SINKS:
         return text or None
     return text
 

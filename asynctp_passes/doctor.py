@@ -14,7 +14,7 @@ import getpass
 import importlib
 import importlib.util
 import itertools
-import json
+import math
 import os
 import re
 import socket
@@ -26,14 +26,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-from asynctp_passes.config import RUNTIME_VARIABLES, Config, ConfigError, own_variables
+from asynctp_passes.config import CPU_IMPLEMENTATIONS, RUNTIME_VARIABLES, Config, ConfigError, own_variables
 from asynctp_passes.reporting.report import Report
 
 Status = Literal["ok", "info", "warn", "fail"]
 Version = tuple[int, ...]
 T = TypeVar("T")
 
-OLDEST_PYTHON: Version = (3, 10)
 OLDEST_TORCH: Version = (2, 11)
 NEWEST_TORCH: Version = (2, 15)
 OLDEST_TRITON: Version = (3, 6)
@@ -49,8 +48,7 @@ OTHER_VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_SYMMMEM", "TRITON_INTERPRET"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
 )
-REPORTS, REPORT_BYTES = 3, 1 << 20  # of the last ones, and how much of the end of a file is looked at
-CPU_IMPLEMENTATIONS = ("reference", "interpreted")
+REPORTS = 3  # of the last ones
 CUDA_IMPLEMENTATIONS = ("fused", "decomposed", "direct", "sequential")  # where `cuda.choose.select` cannot be asked
 
 # CUdevice_attribute, as in cuda.h of CUDA 12.8 and 13.0 (11.7 appends _V2 to both names). They are of the second
@@ -94,10 +92,10 @@ class Facts:
         version: Of asynctp. installed: Of the package that is installed; empty where none is.
         places: The folders of its two halves, the kernels' empty where they cannot be found.
         options_error: Why Config refuses the environment: torch.compile would raise it. Empty when it does not.
-        torch, triton, numpy: Versions; None where the import fails.
+        torch, triton: Versions; None where the import fails.
         torch_cuda: The CUDA version that torch was built for; None for a build without CUDA.
         interpreted: Triton runs its interpreter (TRITON_INTERPRET=1).
-        interpreter_fault: Why that cannot run kernels, tried out if `interpreted`; None when it can, or was not tried.
+        interpreter_fault: Why the interpreted kernels do not run, with the remedy; empty if not asked for, or they run.
         kernels_error: Why `asynctp_kernels.cuda` cannot be imported; None when it can.
         gluon_error: Why its kernels in Gluon cannot be; None when they can, or where `interpreted`, which has none.
         native_error: Why its C code cannot be built; None when it can, or where no GPU calls it.
@@ -117,13 +115,12 @@ class Facts:
     installed: str = ""
     places: tuple[str, str] = ("", "")
     options_error: str = ""
-    python: Version = OLDEST_PYTHON
+    python: Version = (3, 10)
     torch: str | None = None
     torch_cuda: str | None = None
     triton: str | None = None
-    numpy: str | None = None
     interpreted: bool = False
-    interpreter_fault: str | None = None
+    interpreter_fault: str = ""
     kernels_error: str | None = None
     gluon_error: str | None = None
     native_error: str | None = None
@@ -164,15 +161,6 @@ def own_version(facts: Facts) -> Iterator[Finding]:
     yield Finding("asynctp", "ok", f"{found}; passes in {facts.places[0]}, kernels in {facts.places[1] or '(nowhere)'}")
 
 
-def python_version(facts: Facts) -> Iterator[Finding]:
-    """Python is new enough."""
-    if facts.python < OLDEST_PYTHON:
-        oldest = _dotted(OLDEST_PYTHON)
-        yield Finding("python", "fail", f"{_dotted(facts.python)} is too old", f"use Python {oldest} or newer")
-    else:
-        yield Finding("python", "ok", _dotted(facts.python))
-
-
 def torch_version(facts: Facts) -> Iterator[Finding]:
     """torch is there, and one of the versions that this package is written for."""
     span = f"{_dotted(OLDEST_TORCH)} to {_dotted(NEWEST_TORCH)}"
@@ -198,7 +186,8 @@ def torch_build(facts: Facts) -> Iterator[Finding]:
 
 
 def triton_version(facts: Facts) -> Iterator[Finding]:
-    """triton is there, new enough, and the kernels can be imported with it."""
+    """triton is there, new enough, and the kernels can be imported with it; beside the version of Python."""
+    yield Finding("python", "ok", _dotted(facts.python))
     remedy = f"install triton {_dotted(OLDEST_TRITON)} or newer"
     if facts.triton is None:
         status: Status = "warn" if facts.gpus else "info"
@@ -220,30 +209,11 @@ def triton_version(facts: Facts) -> Iterator[Finding]:
 
 
 def interpreter(facts: Facts) -> Iterator[Finding]:
-    """Triton's interpreter works. It fails only if the interpreted kernels are asked for: nothing else needs it."""
-    asked = facts.environment.get(CPU_VARIABLE) == "interpreted"
-    fault, remedy = _interpreter_fault(facts, asked)
-    if fault:
-        status: Status = "fail" if asked else "warn"
-        yield Finding("interpreter", status, f"the interpreted kernels (CPU, for tests) do not run: {fault}", remedy)
-    elif asked or facts.interpreted:
+    """The interpreted kernels run, where they are asked for."""
+    if facts.interpreter_fault:
+        yield Finding("interpreter", "fail", facts.interpreter_fault)
+    elif facts.environment.get(CPU_VARIABLE) == "interpreted":
         yield Finding("interpreter", "ok", "the interpreted kernels (CPU, for tests) run")
-
-
-def _interpreter_fault(facts: Facts, asked: bool) -> tuple[str, str]:
-    """Why the interpreted kernels do not run, and the remedy; empty when they do or nobody needs to know."""
-    if facts.triton is None or facts.kernels_error is not None:
-        return ("they cannot be imported", f"install triton, or unset {CPU_VARIABLE}") if asked else ("", "")
-    if facts.numpy is None:
-        return "NumPy cannot be imported", "install numpy"
-    if facts.interpreted:
-        return facts.interpreter_fault or "", ""
-    if _version(facts.triton)[:2] == (3, 6) and _version(facts.numpy) >= (2, 4):
-        text = f"the interpreter of triton {facts.triton} fails with NumPy {facts.numpy}"
-        return text, "install a newer triton, or numpy<2.4; GPU kernels are not concerned"
-    if asked:
-        return "TRITON_INTERPRET=1 is not set", f"set it before triton is imported, or unset {CPU_VARIABLE}"
-    return "", ""
 
 
 # --- GPUs ------------------------------------------------------------------------------------------------------
@@ -260,8 +230,11 @@ def driver_version(facts: Facts) -> Iterator[Finding]:
 
 def gpu_models(facts: Facts) -> Iterator[Finding]:
     """Say which GPUs there are, and what their compute capability allows."""
-    if not facts.gpus:
-        yield from _no_gpus(facts)
+    if not facts.gpus and (facts.driver is None or facts.torch_cuda is None):
+        yield Finding("GPUs", "info", "none that torch can use")
+    elif not facts.gpus:
+        remedy = "look at CUDA_VISIBLE_DEVICES and nvidia-smi"
+        yield Finding("GPUs", "warn", "torch sees none, though there is an NVIDIA driver", remedy)
     for gpu in sorted({(gpu.name, gpu.capability) for gpu in facts.gpus}):
         count = sum((other.name, other.capability) == gpu for other in facts.gpus)
         text = f"{count} × {gpu[0]}, compute capability {_dotted(gpu[1])}"
@@ -269,14 +242,6 @@ def gpu_models(facts: Facts) -> Iterator[Finding]:
             yield Finding("GPUs", "ok", f"{text}: every implementation")
         else:
             yield Finding("GPUs", "info", f"{text}: decomposed, direct or sequential; the fused GEMM is for 9.0")
-
-
-def _no_gpus(facts: Facts) -> Iterator[Finding]:
-    if facts.driver is None or facts.torch_cuda is None:
-        yield Finding("GPUs", "info", "none that torch can use")
-    else:
-        remedy = "look at CUDA_VISIBLE_DEVICES and nvidia-smi"
-        yield Finding("GPUs", "warn", "torch sees none, though there is an NVIDIA driver", remedy)
 
 
 def gpu_count(facts: Facts) -> Iterator[Finding]:
@@ -349,18 +314,11 @@ def symmetric_memory(facts: Facts) -> Iterator[Finding]:
 
 
 # --- settings --------------------------------------------------------------------------------------------------
-def _positive(text: str) -> bool:
-    try:
-        return 0 < float(text) < float("inf")
-    except ValueError:
-        return False
-
-
 def runtime_variables(facts: Facts) -> Iterator[Finding]:
     """Our variables of the run time that are set: what they mean, or that the value is not valid."""
     cuda = ("auto", *facts.implementations)
     limits: dict[str, tuple[Callable[[str], bool], str]] = {
-        TIMEOUT_VARIABLE: (_positive, "a positive number of seconds"),
+        TIMEOUT_VARIABLE: (lambda text: 0 < _try(lambda: float(text), 0.0) < math.inf, "a positive number of seconds"),
         CPU_VARIABLE: (CPU_IMPLEMENTATIONS.__contains__, f"one of {', '.join(CPU_IMPLEMENTATIONS)}"),
         CUDA_VARIABLE: (cuda.__contains__, f"one of {', '.join(cuda)}"),
         TABLE_VARIABLE: (bool, "the path of a file"),
@@ -497,12 +455,8 @@ def known_bugs(facts: Facts) -> Iterator[Finding]:
     """Say what is known to be broken in this version of torch, whether or not a program meets it."""
     version = _version(facts.torch or "")
     for bug in KNOWN_BUGS:
-        if version and bug.concerns(version):
-            harmless = bug.micro_pipeline and not facts.micro_pipeline
-            if harmless:
-                yield Finding("torch bug", "info", f"{bug.text}; that pass is off here")
-            else:
-                yield Finding("torch bug", "warn", bug.text, bug.remedy)
+        if version and bug.concerns(version) and (facts.micro_pipeline or not bug.micro_pipeline):
+            yield Finding("torch bug", "warn", bug.text, bug.remedy)
 
 
 # --- the answer ------------------------------------------------------------------------------------------------
@@ -510,7 +464,6 @@ CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     own_version,
     torch_version,
     torch_build,
-    python_version,
     triton_version,
     interpreter,
     driver_version,
@@ -623,22 +576,13 @@ def without_places(text: str, names: Sequence[str]) -> str:
 def last_reports(environ: Mapping[str, str], folder: Path) -> list[Report]:
     """The newest reports of the file that `ASYNCTP_REPORT_FILE` names, or of the newest such file in `folder`."""
     named = environ.get(REPORTS_VARIABLE)
-    paths = [Path(named)] if named else sorted(folder.glob("*.jsonl"), key=_changed, reverse=True)
-    return next((found for path in paths if (found := _reports_of(path))), [])
-
-
-def _changed(path: Path) -> float:
-    return _try(lambda: path.stat().st_mtime, 0.0)
+    paths = [Path(named)] if named else sorted(folder.glob("*.jsonl"), key=os.path.getmtime, reverse=True)
+    return next((found for path in paths if path.is_file() and (found := _reports_of(path))), [])  # no endless pipe
 
 
 def _reports_of(path: Path) -> list[Report]:
     """The last reports of a file, the oldest first; none of what is no file of reports."""
-    if not path.is_file():  # a pipe, which might never end
-        return []
-    size = _try(lambda: path.stat().st_size, 0)
-    with path.open("rb") as file:
-        file.seek(max(0, size - REPORT_BYTES))
-        lines = file.read(REPORT_BYTES).decode("utf-8", "replace").splitlines()
+    lines = _try(lambda: path.read_text("utf-8", "replace"), "").splitlines()
     found = (_try(functools.partial(Report.from_json, line), None) for line in lines[-REPORTS:])
     return [report for report in found if report is not None]
 
@@ -652,17 +596,17 @@ def own_names() -> tuple[str, ...]:
 # --- the machine -----------------------------------------------------------------------------------------------
 def gather_facts() -> Facts:
     """Ask torch, triton, the driver and the environment. What cannot be asked is as on a machine without it."""
-    torch, triton, numpy = (_module(name)[0] for name in ("torch", "triton", "numpy"))
+    torch, triton = (_module(name)[0] for name in ("torch", "triton"))
     kernels_error = _module("asynctp_kernels.cuda")[1]
-    torch_private, interpreter, select, driver = (
-        _module(f"asynctp_kernels.{name}")[0]
-        for name in ("torch_private", "interpreter", "cuda.choose.select", "cuda.runtime.driver")
+    torch_private, select, driver = (
+        _module(f"asynctp_kernels.{name}")[0] for name in ("torch_private", "cuda.choose.select", "cuda.runtime.driver")
     )
+    choice, asked = _module("asynctp_passes.ops.choice")[0], os.environ.get(CPU_VARIABLE) == "interpreted"
     interpreted = bool(_try(lambda: triton.knobs.runtime.interpret, False))
     gluon_error = None if interpreted else _module("asynctp_kernels.cuda.gemm.pingpong_kernels")[1]
     edited = _module("asynctp_kernels.cuda.runtime.edited")[0]
     path = str(_try(lambda: select.table_path(), ""))
-    table_gpus, table_error = _read_table(path, _try(lambda: select.read_tuned, None))
+    table_gpus, table_error = _read_table(path, lambda place: select.read_tuned(place))
     gpus = _gpus(torch, driver)
     native = _try(lambda: edited.native(), None) if gpus and not interpreted else None
     kernels = _try(lambda: importlib.util.find_spec("asynctp_kernels"), None)
@@ -670,14 +614,13 @@ def gather_facts() -> Facts:
         version=_version_of(sys.modules["asynctp_passes"]) or "",
         installed=_try(lambda: metadata.version("asynctp-passes"), ""),
         places=(str(Path(__file__).parent), str(Path(kernels.origin).parent) if kernels and kernels.origin else ""),
-        options_error=_options_error(),
+        options_error=_fault(Config.from_options),
         python=sys.version_info[:3],
         torch=_version_of(torch),
         torch_cuda=_try(lambda: torch.version.cuda, None),
         triton=_version_of(triton),
-        numpy=_version_of(numpy),
         interpreted=interpreted,
-        interpreter_fault=_try(lambda: interpreter.interpreter_fault(), None) if interpreted else None,
+        interpreter_fault=_fault(lambda: choice.kernels_or_none(torch.empty(0))) if asked and choice else "",
         kernels_error=kernels_error,
         gluon_error=gluon_error,
         native_error=native if isinstance(native, str) else None,
@@ -696,15 +639,6 @@ def gather_facts() -> Facts:
     )
 
 
-def _options_error() -> str:
-    """Why Config refuses the environment; empty where it does not."""
-    try:
-        Config.from_options()
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def _module(name: str) -> tuple[Any, str | None]:
     """A module and None, or None and why it cannot be imported, whatever that is: broken installs are our trade."""
     try:
@@ -721,6 +655,15 @@ def _try(question: Callable[[], T], otherwise: T) -> T:
         return otherwise
 
 
+def _fault(question: Callable[[], object]) -> str:
+    """Why asking fails, in words for the user; empty where it does not."""
+    try:
+        question()
+    except (ConfigError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
 def _version_of(module: ModuleType | None) -> str | None:
     return None if module is None else str(getattr(module, "__version__", "0"))
 
@@ -728,13 +671,13 @@ def _version_of(module: ModuleType | None) -> str | None:
 def _gpus(torch: Any, driver: Any) -> tuple[Gpu, ...]:
     if not _try(lambda: torch.version.cuda and torch.cuda.is_available(), False):
         return ()
-    return tuple(_gpu(torch, driver, index) for index in range(torch.cuda.device_count()))
-
-
-def _gpu(torch: Any, driver: Any, index: int) -> Gpu:
     numbers = (CAN_USE_64_BIT_STREAM_MEM_OPS, CAN_USE_STREAM_WAIT_VALUE_NOR)
-    reported = _try(lambda: any(driver.device_attribute(index, number) for number in numbers), None)
-    return Gpu(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index), reported)
+
+    def found(index: int) -> Gpu:
+        reported = _try(lambda: any(driver.device_attribute(index, number) for number in numbers), None)
+        return Gpu(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index), reported)
+
+    return tuple(map(found, range(torch.cuda.device_count())))
 
 
 def _unreachable(torch: Any, count: int) -> tuple[tuple[int, int], ...]:
@@ -745,15 +688,11 @@ def _unreachable(torch: Any, count: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _read_table(path: str, read: Callable[[Path], Any] | None = None) -> tuple[tuple[str, ...] | None, str]:
-    """The GPUs that the tuning table at `path` names, None without such a file; and why it cannot be read.
-
-    read: As a program reads it, which checks all of it; None where that cannot be imported.
-    """
+def _read_table(path: str, read: Callable[[Path], Iterable[str]]) -> tuple[tuple[str, ...] | None, str]:
+    """The GPUs that the tuning table at `path` names, None without such a file; and why it cannot be read."""
     if not path or not os.path.exists(path):
         return None, ""
     try:
-        loaded = json.loads(Path(path).read_bytes()) if read is None else read(Path(path))
+        return tuple(read(Path(path))), ""
     except (OSError, ValueError, RecursionError) as error:
         return None, str(error)
-    return (tuple(loaded), "") if isinstance(loaded, dict) else (None, "it is no JSON object")

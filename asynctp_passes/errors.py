@@ -12,9 +12,6 @@ class AsyncTPError(RuntimeError):
         super().__init__(message)
         self.report = report
 
-    def __reduce__(self) -> tuple[type[AsyncTPError], tuple[str, Any]]:
-        return type(self), (str(self), self.report)
-
 
 class StrictError(AsyncTPError):
     """A chain was missed under `strict`. The graph is untouched."""

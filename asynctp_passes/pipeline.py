@@ -34,7 +34,10 @@ def run(graph: fx.Graph, config: Config | None = None) -> Report:
         ExpectError: Fewer chains can be fused than `config.expect`; the graph is untouched.
         TypeError: `graph` is no graph, but a GraphModule, say.
     """
-    _require_graph(graph)
+    given: object = graph
+    if not isinstance(given, fx.Graph):
+        remedy = "of a GraphModule pass its `graph`, and call its `recompile()` afterwards"
+        raise TypeError(f"asynctp: graph={type(given).__name__} is not valid; it must be an fx.Graph: {remedy}")
     config = inductor_options.obeyed(Config.given(config))
     with contained("report on a graph without collectives"):
         if not communicates(graph) and not read_collectives(graph):
@@ -52,9 +55,3 @@ def communicates(graph: fx.Graph) -> bool:
     with contained("look for collectives"):
         found = communications(graph.nodes)
     return found != []
-
-
-def _require_graph(graph: object) -> None:
-    if not isinstance(graph, fx.Graph):
-        remedy = "of a GraphModule pass its `graph`, and call its `recompile()` afterwards"
-        raise TypeError(f"asynctp: graph={type(graph).__name__} is not valid; it must be an fx.Graph: {remedy}")

@@ -10,11 +10,9 @@ left alone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import TracebackType
 
 from asynctp_passes.backend import AsyncTPPass, compile_graph, own_passes, runs_passes, with_passes
 from asynctp_passes.config import Config, ConfigError
@@ -27,37 +25,11 @@ _NAMED = 4
 """How many functions a warning names."""
 
 _lock = threading.Lock()
-_current: _Current | None = None
+_current: Config | None = None
+_ends = contextlib.ExitStack()
 
 
-@dataclass(frozen=True)
-class _Current:
-    config: Config
-    ends: tuple[Callable[[], None], ...]
-
-
-class Enabled:
-    """asynctp in this process. As a context manager it ends with the block that began it.
-
-    Attributes:
-        config: The configuration.
-    """
-
-    def __init__(self, config: Config, began: bool) -> None:
-        self.config = config
-        self._began = began
-
-    def __enter__(self) -> Enabled:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._began:
-            disable()
-
-
-def enable(config: Config | None = None) -> Enabled:
+def enable(config: Config | None = None) -> contextlib.ExitStack:
     """Have asynctp work on all that Inductor compiles in this process from now on, in any thread.
 
     Functions that are compiled already stay as they are, and a warning names them. A second call with the same
@@ -78,10 +50,10 @@ def enable(config: Config | None = None) -> Enabled:
     config = Config.given(config)
     with _lock:
         if _current is not None:
-            if _current.config == config:
-                return Enabled(config, began=False)
+            if _current == config:
+                return contextlib.ExitStack()
             raise ConfigError(
-                f"asynctp: enable() is not valid with {config}: the process has {_current.config}; call "
+                f"asynctp: enable() is not valid with {config}: the process has {_current}; call "
                 "asynctp_passes.disable() before"
             )
         if present := own_passes():
@@ -95,10 +67,10 @@ def enable(config: Config | None = None) -> Enabled:
             _leave_alone,
             lambda: bool(own_passes()),
         )
-        deafen = uncompiled.listen(
-            lambda found: judge_uncompiled(found, config) if found.compiler.is_inductor else None
-        )
-        _current = _Current(config, (end, deafen))
+        judge = uncompiled.listen(lambda found: judge_uncompiled(found, config) if found.is_inductor else None)
+        for ending in (end, judge):
+            _ends.callback(ending)
+        _current = config
     log.info("asynctp: enabled in all that Inductor compiles in this process")
     if compiled := dynamo.functions_with_graphs():
         more = f" and {len(compiled) - _NAMED} more" if len(compiled) > _NAMED else ""
@@ -107,16 +79,16 @@ def enable(config: Config | None = None) -> Enabled:
             "enable() before the first call of a compiled function, or torch.compiler.reset() after it",
             *(", ".join(compiled[:_NAMED]), more),
         )
-    return Enabled(config, began=True)
+    ended = contextlib.ExitStack()
+    ended.callback(disable)
+    return ended
 
 
 def disable() -> None:
     """Leave alone what is compiled from now on; without `enable` before, do nothing."""
     global _current
     with _lock:
-        if _current is not None:
-            for end in _current.ends:
-                end()
+        _ends.close()
         _current = None
 
 

@@ -115,7 +115,7 @@ class _Fuse(_Pass):
         register_ops()
         taken = _taken(graph)
         try:
-            report = self._ours.fuse(graph)
+            report = self._ours(graph)
         except StrictError as error:
             if taken:
                 raise StrictError(f"{taken}\n{error}", error.report) from error

@@ -2,14 +2,8 @@
 
     rank 0: digest ─▶ store ◀─ digest :rank 1       yes, if every rank has it; no, if one came as far without it
 
-A graph's deviations are what changes order, number or form of the collectives that ranks see (`planning.deviations`).
-All ranks of a group do all of a graph's, or none. Each rank posts a digest of them before it waits for anybody. The
-first rank that knows the outcome writes it down, and it stays. So a rank that compiles a function anew by itself, or
-takes its graph from a cache, has its answer at once.
-
-Nothing else is remembered, since the answer travels: every call of the graph in that group has the accord, a hash of
-what was agreed, in its signature. Whenever ranks come to run unlike graphs, their first calls are unlike, and raise.
-docs/internals/accord.md says what is guaranteed.
+The first rank that knows the outcome writes it down, and it stays. Every call of the graph in that group has the
+accord, a hash of what was agreed, in its signature: unlike graphs raise at first calls (docs/internals/accord.md).
 
 Keys in the store of the group, below `asynctp/<life>/<function>/<phase>`:
 
@@ -109,11 +103,6 @@ def number_of(told: Sequence[str], text: str, store: Any) -> int:
     return accord
 
 
-def has_peers(group: str) -> bool:
-    """Whether there are other ranks to ask in a group."""
-    return process_groups.peers_of(group) is not None
-
-
 def refuse(questions: Sequence[Question], answers: Sequence[Answer] | None) -> None:
     """Refuse, after the question, to do what was asked about, since asynctp failed on the graph.
 
@@ -125,7 +114,8 @@ def refuse(questions: Sequence[Question], answers: Sequence[Answer] | None) -> N
         DisagreementError: All ranks have agreed on something that this one cannot do, or may have.
     """
     told = {} if answers is None else dict(zip(questions, answers, strict=True))
-    asked = [one for one in questions if has_peers(one.group) and (one not in told or one.with_answer(told[one]).done)]
+    asked = [one for one in questions if one not in told or one.with_answer(told[one]).done]
+    asked = [one for one in asked if process_groups.peers_of(one.group) is not None]
     if texts := "; ".join(text for one in asked for text in (*one.deviations, *(() if told else one.keeps))):
         raise DisagreementError(
             "asynctp: this rank runs the graph as it was, since asynctp failed on it, but all ranks have agreed to "
@@ -136,11 +126,11 @@ def refuse(questions: Sequence[Question], answers: Sequence[Answer] | None) -> N
 def _alone(question: Question, config: Config) -> Answer:
     """The answer where there are no other ranks."""
     texts = (*question.deviations, *question.keeps)
-    return Answer(frozenset(texts)) if config.deviate else _all_refused(question, REFUSES_ALL)
+    return Answer(frozenset(texts)) if config.deviate else Answer(refused=_all_refused(question, REFUSES_ALL))
 
 
-def _all_refused(question: Question, reason: str) -> Answer:
-    return Answer(refused={text: f"{reason}: {text}" for text in (*question.deviations, *question.keeps)})
+def _all_refused(question: Question, reason: str) -> dict[str, str]:
+    return {text: f"{reason}: {text}" for text in (*question.deviations, *question.keeps)}
 
 
 def _tell_of_store(error: Exception, asked: Sequence[_Board]) -> None:
@@ -154,7 +144,7 @@ def _tell_of_store(error: Exception, asked: Sequence[_Board]) -> None:
         ) from error
     log.warning("asynctp: the ranks could not ask one another what they compile: %s", reason)
     for board in asked:
-        board.refuse_all(reason)
+        board.outcomes = dict.fromkeys(board.items, f"{_NO}{reason}")
 
 
 # --- what this rank has said ------------------------------------------------------------------------------------
@@ -196,6 +186,7 @@ class _Board:
         items: The texts that are asked about, by the digest that all ranks must have: the deviations together, and each
             gather that is kept.
         outcomes: By digest; those that are known.
+        passed: Seconds that this rank has waited.
     """
 
     def __init__(self, peers: process_groups.Peers, said: _Said, question: Question, config: Config) -> None:
@@ -212,7 +203,7 @@ class _Board:
         self._form = tuple(self._told)
         self.items = {digest: texts for digest, texts in self._told.items() if texts}
         self.outcomes: dict[str, str] = {}
-        self._provenance, self._index, self._passed = provenance, 0, 0.0
+        self._provenance, self._index, self.passed = provenance, 0, 0.0
 
     def _digest(self, texts: Sequence[str], provenance: str) -> str:
         question = self.question
@@ -224,8 +215,9 @@ class _Board:
         """Tell the other ranks what this one does."""
         if self._peers.life is None:
             raise RuntimeError("it does not say which of its groups this is")
+        with_all = {"with": self._provenance, "communicates": self.question.communicates, "refuses": self._refuses}
         for digest, texts in self._told.items():
-            self._tell(digest, texts)
+            self._store.set(f"{self._at}/{digest}/told", json.dumps({"texts": texts, **with_all}))
         with _lock:
             forms = self._said.forms.setdefault(self._at, [])
             is_new = self._form not in forms
@@ -245,10 +237,6 @@ class _Board:
         """The place of a digest. That of a gather is for all functions: a rank that need not keep it can do so."""
         is_own = digest == self._form[0]  # the deviations come first
         return f"{self._at if is_own else self._for_all}/{digest}"
-
-    def _tell(self, digest: str, texts: Sequence[str]) -> None:
-        told = {"texts": texts, "with": self._provenance, "communicates": self.question.communicates}
-        self._store.set(f"{self._at}/{digest}/told", json.dumps({**told, "refuses": self._refuses}))
 
     # --- answers ---------------------------------------------------------------------------------------------
     @property
@@ -291,14 +279,14 @@ class _Board:
             if self._store.check([f"{self._for_all}/{digest}/agreed"]) and not any(map(self._forms_of, missing)):
                 self.outcomes[digest] = self._decide(digest, _YES)  # they run another function, in which all do it
                 continue
-            why = f"{ranks_named(missing)} compiled nothing like it within {self._passed:.1f} s: {text}"
+            why = f"{ranks_named(missing)} compiled nothing like it within {self.passed:.1f} s: {text}"
             outcome = self.outcomes[digest] = self._decide(digest, _NO + why)
             if outcome != _YES and not self._said.late.issuperset(missing):
                 log.warning(
                     "asynctp: %s of group %r compiled no graph of %s like this one within %.0f s (other graph breaks, "
                     "or none?). What would change what ranks send is left out: %s. Raise ASYNCTP_AGREE_S where a rank "
                     "is merely slow",
-                    *(ranks_named(missing), self.question.group, self.function, self._passed, text),
+                    *(ranks_named(missing), self.question.group, self.function, self.passed, text),
                 )
                 self._said.late.update(missing)
 
@@ -315,10 +303,6 @@ class _Board:
         """The ranks that this one waits for, in words."""
         digest = next(digest for digest in self.items if digest not in self.outcomes)
         return f"{ranks_named(self.missing(digest))} to compile {self.function} ({self.question.phase}) alike"
-
-    def looked(self, seconds: float) -> None:
-        """Note how long this rank has waited."""
-        self._passed = seconds
 
     def _others(self) -> list[int]:
         return [rank for rank in self._peers.ranks[: LOOKED_AT + 1] if rank != self._peers.rank]
@@ -341,15 +325,13 @@ class _Board:
         if told["communicates"] != self.question.communicates:
             return f"{said}; it compiled {self.function} with other collectives"
         if told["texts"] == list(self.items[digest]):
-            return f"{said}, with other versions or options: {_other(told['with'], self._provenance)}"
+            facts = told["with"].split(", ")
+            facts = [fact for fact in facts if fact not in self._provenance.split(", ")] or facts
+            return f"{said}, with other versions or options: {', '.join(facts)}"
         instead = [text for text in told["texts"] if text not in self.items[digest]] if digest == self._form[0] else []
         return said + (f"; it does: {'; '.join(instead)}" if instead else "")
 
     # --- the answer ------------------------------------------------------------------------------------------
-    def refuse_all(self, reason: str) -> None:
-        """Refuse everything for this reason."""
-        self.outcomes = dict.fromkeys(self.items, f"{_NO}{reason}")
-
     def answer(self) -> Answer:
         """The answer as far as it is known now. What is not known is refused."""
         agreed, refused = self._followed(), dict[str, str]()
@@ -360,7 +342,7 @@ class _Board:
             else:
                 refused |= {text: outcome.removeprefix(_NO) for text in texts}
         if self._refuses:
-            refused |= _all_refused(self.question, self._refuses).refused
+            refused |= _all_refused(self.question, self._refuses)
         return Answer(frozenset(agreed), refused, self._accord(agreed), self.outcomes.keys() >= self.items.keys())
 
     def _followed(self) -> set[str]:
@@ -401,7 +383,7 @@ def _wait(boards: Sequence[_Board]) -> None:
     for passed in waiting.looks(limit, warn, warn_after=WARN_S, pauses=_PAUSES_S):
         is_open = [board for board in is_open if board.is_open()]
         for board in is_open:
-            board.looked(passed)
+            board.passed = passed
         if not is_open or (passed >= LATE_S and all(board.waits_for_late_ones() for board in is_open)):
             break
 
@@ -424,9 +406,3 @@ def _provenance(config: Config) -> str:
     told = ", ".join(f"{name}={value!r}" for name, value in options.items())
     gpus = f", {ops.compares_calls(0)[1]}" if process_groups.uses_gpus() else ""
     return f"asynctp {sources_digest()}, torch {torch.__version__}, ops {registry.digest()}, {told}{gpus}"
-
-
-def _other(theirs: str, own: str) -> str:
-    """The part of a peer's provenance in which this rank's differs."""
-    known, facts = own.split(", "), theirs.split(", ")
-    return ", ".join([fact for fact in facts if fact not in known] or facts)

@@ -22,24 +22,13 @@ from asynctp_passes.torch_private import giving_up, process_groups
 
 def note(report: Report, config: Config) -> None:
     """Note a graph that is compiled or came from a cache, should Dynamo give up the function that it is of."""
-    groups = _groups_on_wire(report, config) if report.questions else []
-    giving_up.note_groups(groups, left=functools.partial(_judge, config), communicates=_compare)
+    groups: list[str] = []
+    if report.questions:
+        from asynctp_passes.planning.legality import is_on_wire
 
-
-def _groups_on_wire(report: Report, config: Config) -> list[str]:
-    from asynctp_passes.planning.legality import is_on_wire
-
-    dims = process_groups.mesh_dimensions()
-    return [one.group for one in report.questions if is_on_wire(one.group, dims.get(one.group, ""), config)]
-
-
-def _judge(config: Config, given_up: giving_up.GivenUp) -> None:
-    """Judge a function that this rank leaves as one that torch does not compile.
-
-    Raises:
-        StrictError, ExpectError: As `config` asks for.
-    """
-    raise_uncompiled(given_up.name, given_up.reason, given_up.remedy, config)
+        dims = process_groups.mesh_dimensions()
+        groups = [one.group for one in report.questions if is_on_wire(one.group, dims.get(one.group, ""), config)]
+    giving_up.note_groups(groups, left=functools.partial(raise_uncompiled, config), communicates=_compare)
 
 
 def _compare(given_up: giving_up.GivenUp, group: str, device: torch.device, may_be_on_wire: bool) -> bool:

@@ -32,8 +32,6 @@ class UndoOnError:
     """Leaves a graph exactly as it was where the body raises. An error that nobody foresaw ends there.
 
     Args:
-        graph: The graph.
-        config: The configuration.
         phase: As in reports, or "joint", or "partition".
         other: Another graph that is left as it was, too.
         keys: Of two halves of a graph, a hash of what each group communicates in both; found in the graph if None.

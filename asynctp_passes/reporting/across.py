@@ -19,7 +19,7 @@ from asynctp_passes.ir.records import Crossing
 from asynctp_passes.reasons import MATMUL_IN_ANOTHER_GRAPH, Refusal
 from asynctp_passes.reporting.internal import contained
 from asynctp_passes.reporting.report import Remark, Report
-from asynctp_passes.torch_private import dynamo, tensor_storage
+from asynctp_passes.torch_private import dynamo
 
 _CALLS = 16
 """Calls of a compiled function whose results are remembered: the functions that take them are compiled by then."""
@@ -55,8 +55,6 @@ def remembering(compiled: Callable[..., Any], gm: fx.GraphModule, report: Report
     """`compiled`, whose results are remembered that may be halves of chains; itself where there are none.
 
     Args:
-        compiled: The compiled function.
-        gm: Its graph, as Dynamo captured it.
         report: That of its graph, without its backward; None: it has no graph.
     """
     with contained("watch results that may be halves of chains"):
@@ -81,7 +79,7 @@ class _Remembering:
                 for half in self._halves:
                     tensor = whole[half.crossing.index] if half.crossing.index < len(whole) else None
                     if isinstance(tensor, torch.Tensor):  # else the caller has results in another structure
-                        _left[tensor] = half._replace(version=tensor_storage.version_of(tensor))
+                        _left[tensor] = half._replace(version=dynamo.version_of(tensor))
         return results
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +92,6 @@ def cut_chains(given: Mapping[int, torch.Tensor], report: Report | None, config:
     Args:
         given: The tensors with which the function is called, by number.
         report: That of its graph, without its backward; None: it has no graph.
-        config: The configuration.
 
     Returns:
         The report, and how many chains are fused in the graphs of both halves.
@@ -103,7 +100,10 @@ def cut_chains(given: Mapping[int, torch.Tensor], report: Report | None, config:
     with contained("look for chains that lie in two graphs"):
         for one in report.crossings if report is not None else ():
             half = None if one.leaves else _half_of(given.get(one.index))
-            if half and _are_halves(half.crossing, one) and config.enrolls(half.crossing.group or one.group):
+            if half is None or not config.enrolls(half.crossing.group or one.group):
+                continue
+            roles = half.crossing.role, one.role  # a gathered tensor is multiplied, or a result of a matmul reduced
+            if (roles[0] == "all_gather") == (roles[1] == "matmul") and "matmul" in roles:
                 halves.append((half, one))
     if report is None or not halves:
         return None, 0
@@ -120,14 +120,9 @@ def _half_of(tensor: torch.Tensor | None) -> _Half | None:
     """
     with _lock:
         half = None if tensor is None else _left.get(tensor)
-    if tensor is None or half is None or half.version != tensor_storage.version_of(tensor):
+    if tensor is None or half is None or half.version != dynamo.version_of(tensor):
         return None
     return half if half.ended or half.version is not None else None
-
-
-def _are_halves(before: Crossing, after: Crossing) -> bool:
-    """True for a gathered tensor that is multiplied, and a result of a matmul that is reduced."""
-    return (before.role == "all_gather") == (after.role == "matmul") and "matmul" in (before.role, after.role)
 
 
 def _remark(half: _Half, after: Crossing, graph: str) -> Remark:

@@ -14,16 +14,13 @@ from asynctp_passes.config import Config
 from asynctp_passes.ir.collectives import read_collectives
 from asynctp_passes.ir.matmuls import is_matmul
 from asynctp_passes.ir.nodes import (
-    arguments,
     call_as_json,
     called_name,
     describe,
     module_of,
     source_of,
-    traits_of,
     value_of,
 )
-from asynctp_passes.ir.op_traits import Reduction, View
 from asynctp_passes.ir.operations import Collective
 from asynctp_passes.ir.order import REMATERIALIZED
 from asynctp_passes.ir.records import Answers, Question
@@ -81,23 +78,26 @@ def report_of(graph: fx.Graph, plan: Plan, config: Config, questions: Sequence[Q
     remarks = tuple(
         _remark(one, phase, plan.outcome(one), plan.op_alone(one.candidate.collective)) for one in plan.decisions
     )
+    rows_alone: list[Note] = []
     if config.invariant == "batch":
-        pairs = zip(remarks, plan.candidates, strict=True)
-        remarks = tuple(_invariant(one) if on_wire(candidate.collective) else one for one, candidate in pairs)
+        kept = {one.collective.node.name for one in plan.candidates if on_wire(one.collective)}
+        if kept and inductor_options.is_on("coordinate_descent_tuning"):
+            rows_alone = [Note("torch", _ROWS_ALONE)]
+        remarks = tuple(
+            dataclasses.replace(one, invariant="batch") if one.outcome == "FUSED" and one.collective in kept else one
+            for one in remarks
+        )
     why = "since ranks differ" if config.deviate else "as the options ask"
     reasons = (reason for answer in answers.values() for reason in answer.refused.values())
     ranks_differ = [Note("ranks", f"not done, {why}: {reason}") for reason in dict.fromkeys(reasons)]
+    names = ", ".join(one.collective.node.name for one in plan.own_parts)
+    own_parts = [Note("own", f"{_OWN_PART}: {names}")] if names else []  # of all-reduces without a matmul
     report = report_of_graph(graph, config, remarks, buckets, _unfused(plan.decisions, config))
     return dataclasses.replace(
         report,
         questions=tuple(one.with_answer(answers[one.group]) for one in questions),
-        notes=(*report.notes, *_bits(remarks, config), *_rows_alone(graph, config), *ranks_differ, *_own_parts(plan)),
+        notes=(*report.notes, *_bits(remarks, config), *rows_alone, *ranks_differ, *own_parts),
     )
-
-
-def _invariant(remark: Remark) -> Remark:
-    """The remark as that of a batch-invariant chain, if it is fused."""
-    return dataclasses.replace(remark, invariant="batch") if remark.outcome == "FUSED" else remark
 
 
 def _bits(remarks: Sequence[Remark], config: Config) -> list[Note]:
@@ -108,33 +108,6 @@ def _bits(remarks: Sequence[Remark], config: Config) -> list[Note]:
         return []
     texts = [_INVARIANT if all(one.invariant for one in fused) else _VARIANT] if fused else []
     return [Note("bits", text) for text in (*texts, *([f"{small}: {_SMALL}"] if small else []))]
-
-
-def _rows_alone(graph: fx.Graph, config: Config) -> list[Note]:
-    """The note on matmuls of one row that Inductor decomposed, `(a[:, :, None] * b[None]).sum(1)`."""
-    if config.invariant != "batch" or not inductor_options.is_on("coordinate_descent_tuning"):
-        return []
-    sums = [node for node in graph.nodes if traits_of(node).reduces is Reduction.SUM]
-    products = {node: arguments(node)["self"] for node in sums}
-    names = [node.name for node, product in products.items() if _is_outer(product)]
-    return [Note("torch", f"{', '.join(names)}: {_ROWS_ALONE}")] if names else []
-
-
-def _is_outer(product: fx.Node) -> bool:
-    """Whether a node multiplies two matrices, each broadcast along a dimension that only the other has."""
-    sources = product.all_input_nodes
-    return traits_of(product).multiplies > 0 and len(sources) == 2 and all(map(_adds_a_dimension, sources))
-
-
-def _adds_a_dimension(node: fx.Node) -> bool:
-    shaped = traits_of(node).view is View.RESHAPE
-    return shaped and value_of(node).ndim == value_of(node.all_input_nodes[0]).ndim + 1
-
-
-def _own_parts(plan: Plan) -> list[Note]:
-    """The note on all-reduces without a matmul that become reduce-scatters."""
-    names = ", ".join(one.collective.node.name for one in plan.own_parts)
-    return [Note("own", f"{_OWN_PART}: {names}")] if names else []
 
 
 def _unfused(decisions: Sequence[Decision], config: Config) -> list[Collective]:
@@ -235,11 +208,13 @@ def _fused_facts(candidate: Candidate, kind: str) -> dict[str, object]:
 
 
 def _gather_notes(candidate: Candidate, chain: GatherChain) -> list[str]:
-    """Notes on a fused gather."""
+    """Notes on a fused gather: that it changes its place, what is gathered for it, and who else uses it."""
+    follows = chain.follows
+    place = [] if follows is None else [f"it follows {follows.name}, which what its matmuls need depends on"]
     if chain.hoist is not None:
-        return [*_place_facts(chain), *_hoist_facts(chain, chain.hoist), *candidate.left_out]
+        return [*place, *_hoist_facts(chain, chain.hoist), *candidate.left_out]
     returned = [f"the gathered tensor is returned too: {'; '.join(candidate.left_out)}"]
-    return [*_place_facts(chain), *(returned if candidate.left_out else [])]
+    return [*place, *(returned if candidate.left_out else [])]
 
 
 def _reduction_notes(candidate: Candidate, chain: ScatterChain) -> list[str]:
@@ -247,13 +222,9 @@ def _reduction_notes(candidate: Candidate, chain: ScatterChain) -> list[str]:
     unsharded = [_UNSHARDED] if chain.placement is None else []
     weights = [_LIKE_WEIGHTS] if candidate.weights else unsharded
     own = [_OWN_PART] if chain.own_part is not None else []
-    return [*own, *_summed(chain), *_added(chain), *_multiplied(chain), *_converted(chain), *weights]
-
-
-def _summed(chain: ScatterChain) -> list[str]:
-    """The collectives besides its own that the op stands for, since only the sum of all is used."""
     others = ", ".join(collective.node.name for collective in chain.joined)
-    return [f"one {chain.collective.kind} of the sum, for {others} too"] if others else []
+    joined = [f"one {chain.collective.kind} of the sum, for {others} too"] if others else []
+    return [*own, *joined, *_added(chain), *_multiplied(chain), *_converted(chain), *weights]
 
 
 def _added(chain: ScatterChain) -> list[str]:
@@ -271,12 +242,9 @@ def _named(term: Term) -> str:
 def _multiplied(chain: ScatterChain) -> list[str]:
     """The factors by which the fused op multiplies its products and their sum."""
     products = [matmul.factor for matmul in chain.matmuls]
-    notes = [] if set(products) == {1.0} else [f"products multiplied by {_numbers(products)}"]
+    numbers = ", ".join(f"{number:g}" for number in products)
+    notes = [] if set(products) == {1.0} else [f"products multiplied by {numbers}"]
     return notes + ([] if chain.factor == 1 else [f"their sum multiplied by {chain.factor:g}"])
-
-
-def _numbers(numbers: Sequence[float]) -> str:
-    return ", ".join(f"{number:g}" for number in numbers)
 
 
 def _converted(chain: ScatterChain) -> list[str]:
@@ -285,12 +253,6 @@ def _converted(chain: ScatterChain) -> list[str]:
         return []
     product, whole = describe(chain.matmuls[0].node), describe(chain.collective.node)
     return [f"each {product} is converted before it is sent, for {whole}"]
-
-
-def _place_facts(chain: GatherChain) -> list[str]:
-    """That a gather changes its place among what communicates."""
-    follows = chain.follows
-    return [] if follows is None else [f"it follows {follows.name}, which what its matmuls need depends on"]
 
 
 def _hoist_facts(chain: GatherChain, hoist: Hoist) -> list[str]:
@@ -331,8 +293,8 @@ def _with_call(remark: Remark, call: Mapping[str, Any]) -> Remark:
     told = call_as_json(call)
     if not told:
         return remark
-    name = remark.op.removeprefix("asynctp::")
     accord = {"accord": INVARIANT} if remark.invariant else {}
+    name = remark.op.removeprefix("asynctp::")
     runs = ops.expected_implementation(name, {**call, **accord}, remark.group_size)
     return dataclasses.replace(remark, call=told, implementation=runs)
 

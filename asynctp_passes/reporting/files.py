@@ -39,21 +39,16 @@ def write(path: str | Path, text: str, *, append: bool = False) -> None:
     mode = os.O_APPEND if append else os.O_TRUNC
     file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | mode, 0o666)
     try:
-        _write(file, memoryview(text.encode("utf-8", errors="replace")))
+        data, until = memoryview(text.encode("utf-8", errors="replace")), time.monotonic() + WAIT_S
+        while data:  # all at once where the system does: lines of several processes do not mix
+            try:
+                data = data[os.write(file, data) :]
+            except BlockingIOError:
+                left = until - time.monotonic()
+                if left <= 0 or not select.select([], [file], [], left)[1]:
+                    raise TimeoutError(errno.ETIMEDOUT, f"nothing was read from it for {WAIT_S:g} s") from None
     finally:
         os.close(file)
-
-
-def _write(file: int, data: memoryview) -> None:
-    """Write all, at once where the system does: lines of several processes do not mix."""
-    until = time.monotonic() + WAIT_S
-    while data:
-        try:
-            data = data[os.write(file, data) :]
-        except BlockingIOError:
-            left = until - time.monotonic()
-            if left <= 0 or not select.select([], [file], [], left)[1]:
-                raise TimeoutError(errno.ETIMEDOUT, f"nothing was read from it for {WAIT_S:g} s") from None
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -21,12 +21,11 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
-from asynctp_passes.ir.nodes import describe_tensor, is_number, module_of, path_of, traits_of
+from asynctp_passes.ir.nodes import describe_tensor, is_number, module_of, path_of, traits_of, values_of
 from asynctp_passes.reasons import Outcome
-from asynctp_passes.reporting.graph_index import About, write_index
+from asynctp_passes.reporting.graph_index import about, write_index
 from asynctp_passes.reporting.report import Remark, Report
 from asynctp_passes.torch_private import dynamo, partitioner, torch_ops
 
@@ -124,23 +123,15 @@ def _calls(steps: Iterable[str], text: str) -> str:
 
 
 # --- reading a graph ---------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class _View:
     """A graph and what the report says about its nodes: remarks are numbered from 1, as in the page's table."""
 
-    graph: fx.Graph
-    remarks: dict[str, tuple[int, ...]]
-    report: Report
-    names: Mapping[str, InputName]
-
-    @classmethod
-    def of(cls, graph: fx.Graph, report: Report, names: Mapping[str, InputName]) -> _View:
-        """Collect the numbers of the remarks that name each node."""
-        numbers: dict[str, tuple[int, ...]] = {}
+    def __init__(self, graph: fx.Graph, report: Report, names: Mapping[str, InputName]) -> None:
+        self.graph, self.report, self.names = graph, report, names
+        self.remarks: dict[str, tuple[int, ...]] = {}
         for number, remark in enumerate(report.remarks, 1):
             for name in dict.fromkeys((remark.collective, *remark.nodes)):
-                numbers[name] = (*numbers.get(name, ()), number)
-        return cls(graph, numbers, report, names)
+                self.remarks[name] = (*self.remarks.get(name, ()), number)
 
     def outcome(self, node: fx.Node) -> Outcome | None:
         """The outcome that colours the node; None when no remark names it."""
@@ -203,8 +194,7 @@ def _stands_alone(node: fx.Node, view: _View) -> bool:
 
 def _type(node: fx.Node) -> str:
     """`bf16[2, 32, 64]`, of several tensors the first few, or nothing when the node carries none."""
-    value = node.meta.get("val")
-    values = [one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, torch.Tensor)]
+    values = values_of(node)
     told = [describe_tensor(one) for one in values[:_TYPES_IN_A_BOX]]
     return ", ".join([*told, f"{len(values)} tensors"] if len(values) > _TYPES_IN_A_BOX else told)
 
@@ -233,7 +223,6 @@ def picture(graph: fx.Graph, report: Report, names: Mapping[str, InputName] | No
     """The boxes and arrows of a graph, in plain values.
 
     Args:
-        graph: The graph, before or after the pass.
         report: What the pass reported; remarks name nodes of the graph before.
         names: Names of placeholders, by their node's name.
 
@@ -242,7 +231,7 @@ def picture(graph: fx.Graph, report: Report, names: Mapping[str, InputName] | No
         `weights` that it reads, `module`, `tip`, `outcome` or None, the numbers of its `remarks`, and whether it is
         `returned`; and `edges`, each `[from, to, outcome or None]`.
     """
-    view = _View.of(graph, report, names or {})
+    view = _View(graph, report, names or {})
     returned = _returned(graph)
     runs = _runs(view, returned)
     home = {node: last for last, nodes in runs.items() for node in nodes}
@@ -277,8 +266,6 @@ def _is_drawn(node: fx.Node) -> bool:
 
 def _copies(node: fx.Node, home: dict[fx.Node, fx.Node]) -> list[str]:
     """The names under which a node is drawn: a constant beside each of its users, everything else once."""
-    if node.op == "placeholder" or node.all_input_nodes:
-        return [node.name]
     return list(dict.fromkeys(_copy(node, home[user]) for user in node.users)) or [node.name]
 
 
@@ -297,7 +284,7 @@ def _box(view: _View, nodes: Sequence[fx.Node], inline: Mapping[fx.Node, str], r
         "lines": lines,
         "weights": [inline[source] for source in sources if source in inline],
         "module": "" if len(nodes) == 1 and _op(node) == "getitem" else _module(view, node),
-        "tip": _tooltip(view, nodes),
+        "tip": "\n".join([*(_statement(view, one) for one in nodes), *map(str, map(view.remark, view.numbers(node)))]),
         "outcome": view.outcome(node),
         "remarks": view.numbers(node),
         "returned": returned,
@@ -313,11 +300,7 @@ def _kind(node: fx.Node) -> str:
 def _module(view: _View, node: fx.Node) -> str:
     """The path of a node's module; of a fused op, its chain's."""
     paths = [module_of(node), *(view.remark(number).module for number in view.numbers(node))]
-    return _without_wrappers(next((path for path in paths if path), ""))
-
-
-def _without_wrappers(path: str) -> str:
-    return _WRAPPERS.sub("", path).rstrip(".")
+    return _WRAPPERS.sub("", next((path for path in paths if path), "")).rstrip(".")
 
 
 def _label(view: _View, nodes: Sequence[fx.Node]) -> list[str]:
@@ -343,11 +326,6 @@ def _listed(names: Sequence[str]) -> str:
     return f"{len(names)} ops: {', '.join(names[:2])}, …, {names[-1]}"
 
 
-def _tooltip(view: _View, nodes: Sequence[fx.Node]) -> str:
-    remarks = (str(view.remark(number)) for number in view.numbers(nodes[-1]))
-    return "\n".join([*(_statement(view, node) for node in nodes), *remarks])
-
-
 def _statement(view: _View, node: fx.Node) -> str:
     """`mm = mm(view_2, permute)  bf16[32, 16]`, and of an input its own name."""
     values = [*(str(value) for value in node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
@@ -363,13 +341,9 @@ def _edges(view: _View, home: dict[fx.Node, fx.Node], drawn: Mapping[fx.Node, An
         for source in node.all_input_nodes:
             ends = (home[source], home[node])
             if ends[0] is not ends[1] and ends[0] in drawn and ends[1] in drawn:
-                found.setdefault((_copy(*ends), ends[1].name), _outcome_between(view, source, node))
+                shared = set(view.remarks.get(source.name, ())) & set(view.remarks.get(node.name, ()))
+                found.setdefault((_copy(*ends), ends[1].name), _first_outcome(map(view.remark, shared)))
     return [[*ends, outcome] for ends, outcome in found.items()]
-
-
-def _outcome_between(view: _View, source: fx.Node, node: fx.Node) -> Outcome | None:
-    shared = set(view.remarks.get(source.name, ())) & set(view.remarks.get(node.name, ()))
-    return _first_outcome(map(view.remark, shared))
 
 
 # --- the page ------------------------------------------------------------------------------------------------
@@ -382,9 +356,6 @@ def write_page(
 
     Args:
         folder: Where to write; made when it is not there.
-        before: The graph before the pass (a copy).
-        after: The graph after it.
-        report: What the pass reported.
         names: The names of the function's inputs; a forward adds what its backward takes.
 
     Returns:
@@ -394,32 +365,28 @@ def write_page(
     known = names.of_graph(before)
     if report.phase == "forward":
         names.save(before, known)
-    about = About.now(report)
+    subtitle, row = about(report)
     pictures = {"before": picture(before, report, known), "after": picture(after, report, known)}
     template = Template(Path(__file__).with_name("graph_page.html").read_text(encoding="utf-8"))
     page = template.substitute(
         title=html.escape(f"{report.graph} ({report.phase})"),
-        about=about.to_meta(),
-        subtitle=html.escape(about.subtitle),
+        about=row,
+        subtitle=html.escape(subtitle),
         totals=_totals(report),
         styles=_styles(),
         legend=_legend(report),
         layout=_layout(),
-        pictures=_for_script(pictures),
+        pictures=json.dumps(pictures, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
         rows="\n".join(_row(number, remark) for number, remark in enumerate(report.remarks, 1)),
         report=html.escape(str(report)),
         before_text=_listing(before, report, known),
         after_text=_listing(after, report, known),
     )
-    path = _write_new(Path(folder), _slug(f"{report.graph}-{report.phase}"), page)
+    stem = re.sub(r"[^A-Za-z0-9._]+", "-", f"{report.graph}-{report.phase}").strip("-.") or "graph"
+    path = _write_new(Path(folder), stem, page)
     write_index(Path(folder))
     log.info("graph page of %s (%s): %s", report.graph, report.phase, path)
     return path
-
-
-def _for_script(values: Any) -> str:
-    """JSON that can stand in a script element."""
-    return json.dumps(values, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 @functools.cache
@@ -433,7 +400,7 @@ def _layout() -> str:
 
 def _listing(graph: fx.Graph, report: Report, names: Mapping[str, InputName]) -> str:
     """The graph as coloured text: a line a node, members of a chain indented under its number."""
-    view = _View.of(graph, report, names)
+    view = _View(graph, report, names)
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder" and not node.users:
@@ -447,13 +414,10 @@ def _listing(graph: fx.Graph, report: Report, names: Mapping[str, InputName]) ->
 
 def _styles() -> str:
     """CSS: of each outcome a class with its fill and its line, in light and in dark."""
-    light = [_style(outcome, *colours.light) for outcome, colours in _COLOURS.items()]
-    dark = [_style(outcome, *colours.dark) for outcome, colours in _COLOURS.items()]
+    style = ".{} {{ --fill: {}; --stroke: {}; }}".format
+    light = [style(outcome.lower(), *colours.light) for outcome, colours in _COLOURS.items()]
+    dark = [style(outcome.lower(), *colours.dark) for outcome, colours in _COLOURS.items()]
     return "\n".join([*light, "@media (prefers-color-scheme: dark) {", *dark, "}"])
-
-
-def _style(outcome: Outcome, fill: str, line: str) -> str:
-    return f".{outcome.lower()} {{ --fill: {fill}; --stroke: {line}; }}"
 
 
 def _legend(report: Report) -> str:
@@ -484,17 +448,13 @@ def _row(number: int, remark: Remark) -> str:
     cells: list[Any] = [
         f"#{number}",
         f'<span class="chip {remark.outcome.lower()}">{remark.outcome}</span>',
-        f"<b>{html.escape(_without_wrappers(remark.module or ''))}</b>{source}",
+        f"<b>{html.escape(_WRAPPERS.sub('', remark.module or '').rstrip('.'))}</b>{source}",
         f"{html.escape(remark.kind)}<br><small>{chain}</small>",
         shapes,
         reason,
         remedy,
     ]
     return f'<tr data-remark="{number}" tabindex="0">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.") or "graph"
 
 
 def _write_new(folder: Path, stem: str, page: str) -> Path:

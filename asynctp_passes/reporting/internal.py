@@ -81,7 +81,6 @@ def tell(error: Exception, doing: str, outcome: str, graph: Callable[[], str] | 
     A kind is the class of the error and the place where it came up.
 
     Args:
-        error: The error.
         doing: What asynctp was about to do: `"fuse graph 0/0 (forward)"`.
         outcome: What becomes of the program.
         graph: Writes the graph down, for the trace that `TORCH_TRACE` asks for.
@@ -101,7 +100,7 @@ def tell(error: Exception, doing: str, outcome: str, graph: Callable[[], str] | 
     if graph is not None:
         with contextlib.suppress(Exception):
             details = "".join(traceback.format_exception(error))
-            dynamo.trace_text("asynctp_internal_error", lambda: f"{versions()}\n\n{details}\n{graph()}")
+            dynamo.trace("asynctp_internal_error", lambda: f"{versions()}\n\n{details}\n{graph()}", "string")
     return summary
 
 

@@ -29,7 +29,6 @@ def report_of_graph(
 
     Args:
         graph: The graph, as it was before it was rewritten.
-        config: The configuration.
         remarks: One for each collective.
         buckets: The sets of all-reduces that become one.
         unfused: The collectives that may have their matmul in another graph.
@@ -43,7 +42,7 @@ def report_of_graph(
         config_digest=config.digest(),
         plan_digest=plan_digest(remarks, buckets),
         buckets=buckets,
-        notes=torch_notes.notes(graph, phase),
+        notes=torch_notes.notes(graph),
         matmuls=sum(map(is_matmul, graph.nodes)),
         crossings=() if phase == "backward" else crossings_of(graph, unfused),
     )

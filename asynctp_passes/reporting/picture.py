@@ -6,7 +6,6 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asynctp_passes.config import Config
@@ -101,7 +100,6 @@ class _Compile:
     Attributes:
         attempt: Dynamo's number of the attempt; the next one compiles all graphs again.
         ended: An error of asynctp's ended it; where torch tries again, it compiles all graphs again.
-        reports: The reports.
     """
 
     attempt: int = 0
@@ -132,26 +130,18 @@ class Picture:
             self._apart = itertools.count(-1, -1)
             self._names: dict[str, str] = {}
             self._uncompiled: dict[str, str] = {}
-            self._graphs = self._from_cache = self._functions = self._multiplying = 0
-            self._warned = self._distributed = False
-            self._before = dynamo.compiled_functions()
+            self._graphs = self._from_cache = self._multiplying = 0
+            self._warned = False
 
     def begin_in_child(self) -> None:
         """Begin anew in a process that was forked, perhaps while another thread held the lock."""
         self._lock = threading.Lock()
         self.forget()
 
-    def note_function(self, distributed: bool) -> None:
-        """A function is given to the backend. distributed: DTensors are among its inputs and parameters."""
-        with self._lock:
-            self._functions += 1
-            self._distributed |= distributed
-
     def note(self, report: Report, across: bool = False, *, raised: bool = False, strayed: bool = False) -> None:
         """A graph was compiled, or came from Inductor's cache.
 
         Args:
-            report: Its report.
             across: It is of chains that lie in two graphs.
             raised: An error of asynctp's ends the compile.
             strayed: It came from the cache, and the compile under way may be another one.
@@ -204,6 +194,12 @@ class Picture:
             uncompiled = dict(self._uncompiled)
         remarks = [remark for report in reports for remark in report.remarks]
         counts = Counter(remark.outcome for remark in remarks)
+        modules: dict[str, Counter[str]] = {}
+        for remark in remarks:
+            modules.setdefault(remark.module or "", Counter())[remark.outcome] += 1
+        calls: dict[str, dict[str, int]] = {}
+        for (op, implementation), count in calls_made().items():
+            calls.setdefault(op, {})[implementation] = count
         return Summary(
             fused=counts["FUSED"],
             missed=counts["MISSED"],
@@ -213,19 +209,14 @@ class Picture:
             from_cache=cached,
             breaks=tuple(dynamo.graph_breaks()),
             uncompiled=uncompiled,
-            modules=_by_module(remarks),
+            modules={module: dict(found) for module, found in sorted(modules.items())},
             misses=tuple(remark for remark in remarks if remark.outcome == "MISSED"),
             internal_errors=tuple(error for report in reports for error in report.internal_errors),
-            calls=_by_op(calls_made()),
+            calls=calls,
         )
 
-    def warn_of_nothing(self, config: Config, backward: bool = False) -> None:
-        """Warn, once, that graphs multiply and none has a collective next to a matmul, in a group of ranks.
-
-        Args:
-            config: The configuration.
-            backward: A backward was compiled just now, and no function.
-        """
+    def warn_of_nothing(self, config: Config) -> None:
+        """Warn, once, that graphs multiply and none has a collective next to a matmul, in a group of ranks."""
         with self._lock:
             if self._warned or not self._multiplying:
                 return
@@ -236,9 +227,7 @@ class Picture:
             if any(report.fused or report.missed for report in reports) or not process_groups.has_peers():
                 return
             self._warned = True
-            count, distributed = self._multiplying, self._distributed
-            elsewhere = dynamo.compiled_functions() - self._before - self._functions + (not backward)
-        causes = _causes(reports, elsewhere, distributed)
+            count, causes = self._multiplying, _causes(reports)
         log.warning(
             "asynctp: nothing to fuse: %s multiply, and none has a collective next to a matmul so far%s. %s "
             "asynctp_passes.summary() has the whole picture",
@@ -247,26 +236,12 @@ class Picture:
         )
 
 
-def _by_op(calls: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    for (op, implementation), count in calls.items():
-        found.setdefault(op, {})[implementation] = count
-    return found
-
-
-def _by_module(remarks: Iterable[Remark]) -> dict[str, dict[str, int]]:
-    found: dict[str, Counter[str]] = {}
-    for remark in remarks:
-        found.setdefault(remark.module or "", Counter())[remark.outcome] += 1
-    return {module: dict(counts) for module, counts in sorted(found.items())}
-
-
 def _opaque_notes(reports: list[Report]) -> list[str]:
     """The notes of ops that may communicate, each once."""
     return list(dict.fromkeys(str(note) for report in reports for note in report.notes if note.kind == "opaque"))
 
 
-def _causes(reports: list[Report], elsewhere: int, distributed: bool) -> list[str]:
+def _causes(reports: list[Report]) -> list[str]:
     """Why no collective is next to a matmul, as far as it can be seen here; at least one cause."""
     remarks = [remark for report in reports for remark in report.remarks]
     opaque = _opaque_notes(reports)
@@ -277,20 +252,12 @@ def _causes(reports: list[Report], elsewhere: int, distributed: bool) -> list[st
     if skipped := Counter(f"{remark.code} {remark.name}" for remark in remarks):
         told = ", ".join(f"{count} x {name}" for name, count in skipped.items())
         causes.append(f"Collectives are in the graphs, and skipped: {told}; asynctp_passes.reports() says why")
-    elif opaque:
-        pass
-    elif distributed:
+    elif not opaque:
         causes.append(
-            "DTensors come in, and no graph communicates: the hooks of parallelize_module do, outside of what is "
-            "compiled; compile the model, or a module around the one with the hooks"
+            "No graph communicates: the hooks of parallelize_module do, outside of what is compiled; compile the model "
+            "or a module around the one with the hooks. Or the model was not parallelized, as where no key of the plan "
+            "matched a module, of which torch warns. Or graphs went to another backend of torch.compile"
         )
-    else:
-        causes.append(
-            "No DTensor comes in, and no graph communicates: the model was not parallelized, or no key of the plan for "
-            "parallelize_module matched a module; torch warns of such keys"
-        )
-    if elsewhere > 0:
-        causes.append(f"{_many(elsewhere, 'graph')} went to another backend of torch.compile")
     return causes
 
 

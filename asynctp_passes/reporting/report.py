@@ -9,9 +9,9 @@ import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from asynctp_passes.ir.records import Crossing, Question
 from asynctp_passes.reasons import Outcome
@@ -105,7 +105,24 @@ class Remark:
 
     def __str__(self) -> str:
         """A few lines: the place, the outcome, the nodes, and the facts or the reason with its remedy."""
-        return _remark_text(self)
+        ranks = f", {self.group_size} ranks" if self.group_size else ""
+        group = f" over {self.group!r}{ranks}" if self.group else ""
+        lines = [
+            *_wrapped(f"{_MARKS[self.outcome]} {self.outcome:<7} ", f"{_place(self)}{self.kind}{group}"),
+            *_wrapped("    ", _chain(self.nodes)),
+        ]
+        if self.outcome == "FUSED":
+            lines += _wrapped("    ", ", ".join(f"{role} {shape}" for role, shape in self.shapes.items()))
+            bits = f", {self.invariant}-invariant" if self.invariant else ""
+            lines += _wrapped("    ", f"runs {self.implementation}{bits}{_cost(self)}")
+            lines += _wrapped("    note: ", self.message) if self.message else []
+        else:
+            lines += _wrapped("    ", f"{self.code} {self.name}: {self.message}")
+            lines += _wrapped("    ", f"runs as {self.op}, by the means of the group's fused ops") if self.op else []
+            lines += _wrapped("    remedy: ", self.hint)
+        if self.rematerialized_bytes:
+            lines += _wrapped("    ", _rematerialized(1, self.rematerialized_bytes))
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -128,7 +145,12 @@ class Bucketed:
 
     def __str__(self) -> str:
         """A line or two."""
-        return _bucketed_text(self)
+        size = _quantity(self.bytes, 1024, ("B", "KiB", "MiB"))
+        text = (
+            f"{len(self.collectives)} all_reduce({self.reduce_op}) over group {self.group!r} into one of {size}: "
+            f"{', '.join(self.collectives)}"
+        )
+        return "\n".join(_wrapped("= BUCKETED ", text))
 
 
 NoteKind = Literal["breaks", "opaque", "bits", "torch", "ranks", "own", "calls"]
@@ -157,10 +179,6 @@ class Note:
     def __str__(self) -> str:
         """The text."""
         return self.text
-
-    def __contains__(self, words: str) -> bool:
-        """Whether the text has these words."""
-        return words in self.text
 
 
 @dataclass(frozen=True)
@@ -227,11 +245,31 @@ class Report:
     @property
     def totals(self) -> str:
         """How many remarks there are of each outcome, in words."""
-        return _totals_text(self)
+        chains, counts = len(self.fused) + len(self.missed), Counter(remark.outcome for remark in self.others)
+        others = f"{len(self.others)} other collectives"
+        if counts.keys() <= {"SKIPPED"}:
+            others += " skipped"
+        else:
+            others += f": {', '.join(f'{counts[one]} {one.lower()}' for one in _MARKS if counts[one])}"
+        return f"{len(self.fused)} of {chains} chains fused, {len(self.missed)} missed, {others}"
 
     def __str__(self) -> str:
         """A page for people: the totals, every fused and missed chain, and the others by reason."""
-        return _report_text(self)
+        cached = ", from Inductor's cache" if self.from_cache else ""
+        lines = [*_wrapped("", f"asynctp: {self.graph} ({self.phase}{cached}): {self.totals}")]
+        lines += map(str, (*self.with_outcome("FUSED", "MISSED"), *self.buckets))
+        if made_again := [remark.rematerialized_bytes for remark in self.remarks if remark.rematerialized_bytes]:
+            lines += _wrapped("~ ", _rematerialized(len(made_again), sum(made_again)))
+        reasons = ((one.code, one.name, one.outcome, one.message.split(" [", 1)[0]) for one in self.others)
+        for (code, name, outcome, text), count in sorted(Counter(reasons).items()):
+            lines += _wrapped(f"{_MARKS[outcome]} {outcome} ", f"{count} x {code} {name}: {text}")
+        for error in self.internal_errors:
+            lines += _wrapped(f"{_MARKS['MISSED']} INTERNAL ERROR: ", error)
+        for note in self.notes:
+            lines += _wrapped("note: ", note.text)
+        if any(remark.implementation == _SEQUENTIAL for remark in self.fused):
+            lines += _wrapped("", _NOTHING_OVERLAPS)
+        return "\n".join(lines)
 
     def to_json(self, indent: int | None = None) -> str:
         """The report as JSON, its `schema` first; `Report.from_json` reads it back."""
@@ -253,69 +291,17 @@ class Report:
                 f"the report has schema {schema}, and this asynctp reads schema {SCHEMA}: "
                 "read it with the version of asynctp that wrote it"
             )
-        report: Report = read(cls, values, "the report")
-        _check_estimates(report)
-        return report
-
-
-# --- reading --------------------------------------------------------------------------------------------------
-def _check_estimates(report: Report) -> None:
-    """The one rule for values of fields that their types do not say.
-
-    Raises:
-        ValueError: A remark has estimates, and not those that are printed.
-    """
-    for index, remark in enumerate(report.remarks):
-        if remark.estimate_us and not {"serial", "overlapped"} <= set(remark.estimate_us):
-            raise ValueError(
-                f"the report's remarks[{index}]'s estimate_us has {sorted(remark.estimate_us)}; it must have serial "
-                "and overlapped"
-            )
+        return cast("Report", read(cls, values, "the report"))
 
 
 # --- one collective -------------------------------------------------------------------------------------------
-def _remark_text(remark: Remark) -> str:
-    """The outcome of one collective in a few lines."""
-    ranks = f", {remark.group_size} ranks" if remark.group_size else ""
-    group = f" over {remark.group!r}{ranks}" if remark.group else ""
-    lines = [
-        *_wrapped(f"{_MARKS[remark.outcome]} {remark.outcome:<7} ", f"{_place(remark)}{remark.kind}{group}"),
-        *_wrapped("    ", _chain(remark.nodes)),
-    ]
-    lines += _fused_lines(remark) if remark.outcome == "FUSED" else _refused_lines(remark)
-    if remark.rematerialized_bytes:
-        lines += _wrapped("    ", _rematerialized(1, remark.rematerialized_bytes))
-    return "\n".join(lines)
-
-
-def _fused_lines(remark: Remark) -> Iterator[str]:
-    yield from _wrapped("    ", ", ".join(f"{role} {shape}" for role, shape in remark.shapes.items()))
-    bits = f", {remark.invariant}-invariant" if remark.invariant else ""
-    yield from _wrapped("    ", f"runs {remark.implementation}{bits}{_cost(remark)}")
-    if remark.message:
-        yield from _wrapped("    note: ", remark.message)
-
-
-def _refused_lines(remark: Remark) -> Iterator[str]:
-    yield from _wrapped("    ", f"{remark.code} {remark.name}: {remark.message}")
-    if remark.op:
-        yield from _wrapped("    ", f"runs as {remark.op}, by the means of the group's fused ops")
-    yield from _wrapped("    remedy: ", remark.hint)
-
-
 def _place(remark: Remark) -> str:
-    """The module and the line of the program, as far as they are known, with a colon after them."""
-    source = remark.source and _relative(remark.source)
+    """The module and the line, from the current folder on, as far as they are known, with a colon after them."""
+    source = remark.source and remark.source.removeprefix(os.path.join(os.getcwd(), ""))
     if remark.module and source:
         return f"{remark.module} ({source}): "
     place = remark.module or source
     return f"{place}: " if place else ""
-
-
-def _relative(source: str) -> str:
-    """`file:line` from the current folder on, if it is in there."""
-    inside = os.path.join(os.getcwd(), "")
-    return source.removeprefix(inside)
 
 
 def _chain(nodes: Sequence[str]) -> str:
@@ -333,52 +319,10 @@ def _cost(remark: Remark) -> str:
         parts.append(_quantity(remark.comm_bytes, 1024, ("B", "KiB", "MiB", "GiB")))
     if remark.flops is not None:
         parts.append(_quantity(remark.flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP")))
-    if remark.estimate_us:
+    if {"serial", "overlapped"} <= remark.estimate_us.keys():
         serial, overlapped = remark.estimate_us["serial"], remark.estimate_us["overlapped"]
         parts.append(f"model: {serial:.0f} us one after the other, at best {overlapped:.0f} us overlapped")
     return f"; {', '.join(parts)}" if parts else ""
-
-
-# --- one graph ------------------------------------------------------------------------------------------------
-def _report_text(report: Report) -> str:
-    """The totals, every fused and missed chain, and the others by reason."""
-    cached = ", from Inductor's cache" if report.from_cache else ""
-    lines = [*_wrapped("", f"asynctp: {report.graph} ({report.phase}{cached}): {_totals_text(report)}")]
-    lines += [_remark_text(remark) for remark in report.with_outcome("FUSED", "MISSED")]
-    lines += [_bucketed_text(buckets) for buckets in report.buckets]
-    if made_again := [remark.rematerialized_bytes for remark in report.remarks if remark.rematerialized_bytes]:
-        lines += _wrapped("~ ", _rematerialized(len(made_again), sum(made_again)))
-    by_reason = Counter((one.code, one.name, one.outcome, _reason_text(one)) for one in report.others)
-    for (code, name, outcome, text), count in sorted(by_reason.items()):
-        lines += _wrapped(f"{_MARKS[outcome]} {outcome} ", f"{count} x {code} {name}: {text}")
-    for error in report.internal_errors:
-        lines += _wrapped(f"{_MARKS['MISSED']} INTERNAL ERROR: ", error)
-    for note in report.notes:
-        lines += _wrapped("note: ", note.text)
-    if any(remark.implementation == _SEQUENTIAL for remark in report.fused):
-        lines += _wrapped("", _NOTHING_OVERLAPS)
-    return "\n".join(lines)
-
-
-def _totals_text(report: Report) -> str:
-    """How many remarks there are of each outcome, in words."""
-    chains, counts = len(report.fused) + len(report.missed), Counter(remark.outcome for remark in report.others)
-    others = f"{len(report.others)} other collectives"
-    if counts.keys() <= {"SKIPPED"}:
-        others += " skipped"
-    else:
-        others += f": {', '.join(f'{counts[one]} {one.lower()}' for one in _MARKS if counts[one])}"
-    return f"{len(report.fused)} of {chains} chains fused, {len(report.missed)} missed, {others}"
-
-
-def _bucketed_text(bucketed: Bucketed) -> str:
-    """The all-reduces that became one."""
-    size = _quantity(bucketed.bytes, 1024, ("B", "KiB", "MiB"))
-    text = (
-        f"{len(bucketed.collectives)} all_reduce({bucketed.reduce_op}) over group {bucketed.group!r} into one of "
-        f"{size}: {', '.join(bucketed.collectives)}"
-    )
-    return "\n".join(_wrapped("= BUCKETED ", text))
 
 
 # --- parts ----------------------------------------------------------------------------------------------------
@@ -386,10 +330,6 @@ def _rematerialized(count: int, size: int) -> str:
     gathers = "1 gather of the forward is" if count == 1 else f"{count} gathers of the forward are"
     whole = _quantity(size, 1024, ("B", "KiB", "MiB", "GiB"))
     return f"{gathers} made again, so that nothing of what was gathered ({whole}) is kept for the backward"
-
-
-def _reason_text(remark: Remark) -> str:
-    return remark.message.split(" [", 1)[0]
 
 
 def _quantity(count: float, step: int, units: tuple[str, ...]) -> str:

@@ -30,18 +30,11 @@ def read(hint: Any, value: Any, place: str) -> Any:
         return None if value is None else read(next(each for each in inner if each is not type(None)), value, place)
     if _fits(hint, value):
         return value
-    wanted = f"one of {', '.join(map(repr, inner))}" if origin is Literal else _WANTED.get(origin or hint, "an object")
+    wanted = f"one of {', '.join(map(repr, inner))}" if origin is Literal else _LIMITS.get(hint, f"of type {hint}")
     raise ValueError(f"{place} is {_shown(value)}; it must be {wanted}")
 
 
-_WANTED = {
-    str: "a text",
-    bool: "true or false",
-    int: "an integer below 2**63",
-    float: "a number",
-    tuple: "a list",
-    Any: "values that are nested a few times only",
-}
+_LIMITS = {int: "an integer below 2**63", float: "a number below 2**63", Any: f"nested {_MOST_NESTED} times at most"}
 
 
 def _read_fields(kind: Any, value: Any, place: str) -> Any:
@@ -57,9 +50,7 @@ def _read_fields(kind: Any, value: Any, place: str) -> Any:
     return kind(**{name: read(hints[name], item, f"{place}'s {name}") for name, item in own.items()})
 
 
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _fits(hint: Any, value: Any) -> bool:

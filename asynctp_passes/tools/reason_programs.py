@@ -18,23 +18,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce, reduce_scatter_tensor
 
+from asynctp_passes.reasons import CATALOGUE
+
 RANKS = 4
 """Size of the group that the programs are written for."""
-
-NO_PROGRAM = {
-    "ATP204": "torch.compile makes in-place operations functional before asynctp sees its graph; a graph from "
-    "elsewhere may have one",
-    "ATP207": "torch.compile gives every node its fake tensor; a graph from elsewhere may lack one",
-    "ATP214": "a CPU has no streams: it needs a GPU, and torch 2.13 or later",
-    "ATP302": "it needs a device that is neither a CPU nor an NVIDIA GPU",
-    "ATP303": "it needs a GPU: on CPU torch multiplies by tensorwise and rowwise scales only",
-    "ATP304": "it is a limit of the GPU kernels, which CPU tensors do not have",
-    "ATP305": "it is a limit of the GPU kernels, which CPU tensors do not have",
-    "ATP306": "it needs a GPU: on CPU torch multiplies by tensorwise and rowwise scales only",
-    "ATP307": "it is a limit of the GPU kernels, which CPU tensors do not have",
-    "ATP901": "it is a bug of asynctp, and no known program has one",
-}
-"""The codes that no program shows, since none gives it on a CPU, and why."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +45,8 @@ PROGRAMS: dict[str, list[Program]] = {}
 
 def source_of(code: str) -> str:
     """The source of both programs of a code, or a comment that says why there is none; empty for other codes."""
-    if code in NO_PROGRAM:
-        return f"# No program gives it on a CPU: {NO_PROGRAM[code]}.\n"
+    if why := next((one.no_program for one in CATALOGUE.values() if one.code == code), ""):
+        return f"# No program gives it on a CPU: {why}.\n"
     return "\n\n".join(inspect.getsource(program.call) for program in PROGRAMS.get(code, ()))
 
 

@@ -29,8 +29,43 @@ def compile_name() -> str:
     return f"graph {current}" if current is not None else "graph"
 
 
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_next_number = itertools.count()
+@dataclass(frozen=True)
+class CompiledFunction:
+    """The function that Dynamo compiles, in words that all ranks of one program share.
+
+    Attributes:
+        name: `"lib/model.py:forward:12"`, its file with its folder, its name and its first line.
+        base: The name of the function in the program, which differs for the rest of it after a graph break.
+    """
+
+    name: str
+    base: str
+
+
+@dataclass
+class _Compile:
+    """A compile of Dynamo's; a backward that is compiled later is of the same. module: As `compiled_module`."""
+
+    number: int
+    function: CompiledFunction | None = None
+    module: int = 0
+
+
+_compiles: weakref.WeakKeyDictionary[Any, _Compile] = weakref.WeakKeyDictionary()
+_modules: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+_numbers = itertools.count(1)
+
+
+def _under_way() -> tuple[Any, _Compile | None]:
+    """The context of Dynamo's compile under way, and what is known of it; None outside one."""
+    from torch._guards import CompileContext
+
+    context = CompileContext.try_get()
+    if context is None or context.compile_id is None:
+        return None, None
+    if context not in _compiles:
+        _compiles[context] = _Compile(next(_numbers))
+    return context, _compiles[context]
 
 
 def compile_under_way() -> tuple[int, int] | None:
@@ -39,95 +74,56 @@ def compile_under_way() -> tuple[int, int] | None:
     All graphs into which torch cuts one function have the same numbers, and a backward that is compiled later has its
     forward's. Dynamo's own name of a compile comes again after `torch._dynamo.reset()`, and this number does not.
     """
-    from torch._guards import CompileContext
-
-    context = CompileContext.try_get()
-    if context is None or context.compile_id is None:
-        return None
-    if context not in _numbers:
-        _numbers[context] = next(_next_number)
-    return _numbers[context], context.attempt
-
-
-@dataclass(frozen=True)
-class CompiledFunction:
-    """The function that Dynamo compiles, in words that all ranks of one program share.
-
-    Attributes:
-        name: `"lib/model.py:forward:12"`, its file with its folder, its name and its first line.
-        resumes: Of the rest of a function after a graph break, the name of that function; else empty.
-        breaks: Its graph ends at a graph break.
-    """
-
-    name: str
-    resumes: str = ""
-    breaks: bool = False
-
-    @property
-    def base(self) -> str:
-        """The name of the function in the program."""
-        return self.resumes or self.name
-
-
-_functions: dict[int, CompiledFunction] = {}  # by Dynamo's number of a frame: a backward may be compiled later
+    context, found = _under_way()
+    return None if found is None else (found.number, context.attempt)
 
 
 def compiled_function() -> CompiledFunction | None:
     """The function that is compiled, its backward included; None outside of Dynamo's compiles."""
+    _, found = _under_way()
     frame_id = getattr(compile_id(), "frame_id", None)
-    if frame_id is None:
+    if found is None or frame_id is None:
         return None
-    found = _function_on_stack()
-    if found is not None:
-        _functions[frame_id] = found
-    return _functions.get(frame_id) or CompiledFunction(f"function {frame_id}")
-
-
-_modules: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-_next_module = itertools.count(1)
-_module_of: dict[tuple[int, int], int] = {}  # by Dynamo's numbers of a compile: a backward may be compiled later
+    found.function = _function_on_stack() or found.function
+    return found.function or CompiledFunction(f"function {frame_id}", f"function {frame_id}")
 
 
 def compiled_module() -> int:
     """A number of the module whose method is compiled, its backward included; 0 for a function of no module."""
-    numbers = compile_id()
-    frame_id, number = getattr(numbers, "frame_id", None), getattr(numbers, "frame_compile_id", None)
-    if frame_id is None or number is None:
+    _, found = _under_way()
+    output = _output_on_stack()
+    if found is None:
         return 0
-    output, _ = _output_on_stack()
-    if output is not None:  # not of a backward, and numbers begin anew after torch._dynamo.reset()
+    if output is not None:  # not of a backward
         scope = getattr(output, "local_scope", {})
-        found = next((scope[name] for name in ("self", "fn") if isinstance(scope.get(name), torch.nn.Module)), None)
-        if found is not None and found not in _modules:
-            _modules[found] = next(_next_module)
-        _module_of[frame_id, number] = 0 if found is None else _modules[found]
-    return _module_of.get((frame_id, number), 0)
+        module = next((scope[name] for name in ("self", "fn") if isinstance(scope.get(name), torch.nn.Module)), None)
+        found.module = 0 if module is None else _modules.setdefault(module, next(_numbers))
+    return found.module
 
 
 def _function_on_stack() -> CompiledFunction | None:
     """The function whose graph Dynamo gives to its backend just now."""
-    output, reason = _output_on_stack()
+    output = _output_on_stack()
     code = _wrapped_code(output) or getattr(getattr(output, "root_tx", None), "f_code", None)
-    if code is None:
-        return None
-    original = original_code(code)
-    resumes = "" if original is code else name_of(original)
-    return CompiledFunction(name_of(code), resumes, bool(getattr(reason, "graph_break", False)))
+    return None if code is None else CompiledFunction(name_of(code), name_of(original_code(code)))
 
 
-def _output_on_stack() -> tuple[Any, Any]:
-    """The output graph that Dynamo gives to its backend just now, and why that ends; None without one."""
+def _output_on_stack() -> Any:
+    """The output graph that Dynamo gives to its backend just now; None without one."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "compile_subgraph" and "reason" in frame.f_locals:
-            return frame.f_locals.get("self"), frame.f_locals["reason"]
+            return frame.f_locals.get("self")
         frame = frame.f_back
-    return None, None
+    return None
 
 
 def _wrapped_code(output: Any) -> CodeType | None:
     """The code in Dynamo's own wrapper, in which partials, decorated functions and torch's modules are compiled."""
-    if getattr(getattr(output, "root_tx", None), "f_code", None) is not _wrapper_code():
+    from torch._dynamo.external_utils import wrap_inline
+
+    wrapper = getattr(wrap_inline(len), "__code__", None)
+    if getattr(getattr(output, "root_tx", None), "f_code", None) is not wrapper:
         return None
     found, code = getattr(output, "local_scope", {}).get("fn"), None
     while found is not None:
@@ -135,12 +131,6 @@ def _wrapped_code(output: Any) -> CodeType | None:
         inner = type(found).forward if isinstance(found, torch.nn.Module) else getattr(found, "func", None)
         found = getattr(found, "__wrapped__", None) or inner
     return code
-
-
-def _wrapper_code() -> CodeType | None:
-    from torch._dynamo.external_utils import wrap_inline
-
-    return getattr(wrap_inline(len), "__code__", None)
 
 
 def name_of(code: CodeType) -> str:
@@ -166,6 +156,19 @@ def given_tensors(gm: fx.GraphModule) -> dict[int, torch.Tensor]:
         if isinstance(example, torch.Tensor):
             found[number] = example
     return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The one tensor in a tensor subclass, a DTensor's local one; else the tensor itself."""
+    flatten: Callable[[], tuple[list[str], Any]] | None = getattr(tensor, "__tensor_flatten__", None)
+    names = [] if flatten is None else flatten()[0]
+    return _local(getattr(tensor, names[0])) if len(names) == 1 else tensor
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None in inference mode, where nobody counts that."""
+    local = _local(tensor)
+    return None if local.is_inference() else local._version
 
 
 def input_sources(gm: fx.GraphModule) -> dict[int, str]:
@@ -212,15 +215,6 @@ def graph_breaks() -> list[str]:
     return [text for kind in ("graph_break", "unimplemented") for text in Counter(counters[kind]).elements()]
 
 
-def compiled_functions() -> int:
-    """How many graphs the backends of torch.compile have compiled in this process; not the one under way."""
-    if "torch._dynamo" not in sys.modules:
-        return 0
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
-
-
 def functions_with_graphs() -> list[str]:
     """The names of the functions that have compiled code, whatever backend made it."""
     if "torch._dynamo" not in sys.modules:
@@ -252,17 +246,8 @@ def suppresses_errors() -> bool:
     return config is not None and bool(config.suppress_errors)
 
 
-def trace_artifact(name: str, payload: Callable[[], str]) -> None:
-    """Emit a structured-trace artifact of JSON, which TORCH_TRACE records and tlparse shows."""
-    _trace(name, "json", payload)
-
-
-def trace_text(name: str, payload: Callable[[], str]) -> None:
-    """Emit a structured-trace artifact that is text."""
-    _trace(name, "string", payload)
-
-
-def _trace(name: str, encoding: str, payload: Callable[[], str]) -> None:
+def trace(name: str, payload: Callable[[], str], encoding: str = "json") -> None:
+    """Emit a structured-trace artifact of JSON, or a `"string"`, which TORCH_TRACE records and tlparse shows."""
     from torch._logging._internal import trace_structured
 
     trace_structured(

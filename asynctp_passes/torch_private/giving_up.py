@@ -22,6 +22,10 @@ import torch
 
 from asynctp_passes.torch_private import dynamo
 
+AT_LIMIT = (
+    "raise {}, or give what differs between the calls as a tensor or mark it dynamic; TORCH_LOGS=recompiles names it"
+)
+
 
 @dataclass(frozen=True)
 class GivenUp:
@@ -29,23 +33,13 @@ class GivenUp:
 
     Attributes:
         name: As `CompiledFunction.name`.
-        groups: The process groups of its graphs, as they were noted.
         reason: Why, in Dynamo's words or ours.
         remedy: What ends that, on every rank.
     """
 
     name: str
-    groups: frozenset[str]
     reason: str
     remedy: str
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """A function under compilation: Dynamo's callback for it, held weakly, and its code."""
-
-    callback: weakref.ref[Any]
-    code: CodeType
 
 
 @dataclass
@@ -62,7 +56,7 @@ class _Noted:
     at_limit: tuple[int, ...] = ()
 
     def given_up(self, reason: str, remedy: str) -> GivenUp:
-        return GivenUp(self.name, self.groups, reason, remedy)
+        return GivenUp(self.name, reason, remedy)
 
 
 @dataclass
@@ -83,6 +77,7 @@ class _Call:
 Communicates = Callable[[GivenUp, str, torch.device, bool], bool]
 
 _calls: dict[tuple[str, CodeType], _Call] = {}  # by group: the last one of a function, until its first collective there
+_Frame = tuple["weakref.ref[Any]", CodeType]  # Dynamo's callback for a function under compilation, and its code
 _frames: weakref.WeakKeyDictionary[Any, _Frame] = weakref.WeakKeyDictionary()  # by the context of a compile
 _noted: dict[Any, MutableMapping[CodeType, _Noted]] = {}  # by compiler
 
@@ -104,22 +99,18 @@ def note_groups(groups: Iterable[str], left: Callable[[GivenUp], None], communic
     context, found, function = CompileContext.try_get(), frozenset(groups), dynamo.compiled_function()
     if context is None or function is None:
         return
-    if (under_way := _frame_on_stack()) is not None:
-        _frames[context] = under_way
-    frame = _frames.get(context)
-    callback = None if frame is None else frame.callback()
-    if frame is None or callback is None or not found:
+    if (call := callback_on_stack()) is not None:
+        _frames[context] = weakref.ref(call.f_locals["self"]), call.f_locals["frame"].f_code
+    if context not in _frames or not found:
+        return
+    reference, own = _frames[context]
+    if (callback := reference()) is None:
         return
     _ask_of_frames()
     codes = _noted_by(callback)
-    for code in {frame.code, dynamo.original_code(frame.code)}:
+    for code in {own, dynamo.original_code(own)}:
         known = codes[code].groups if code in codes else frozenset()
         codes[code] = _Noted(function.base, known | found, left, communicates)
-
-
-def _frame_on_stack() -> _Frame | None:
-    found = callback_on_stack()
-    return None if found is None else _Frame(weakref.ref(found.f_locals["self"]), found.f_locals["frame"].f_code)
 
 
 def callback_on_stack() -> FrameType | None:
@@ -165,7 +156,9 @@ def _ask_of_frames() -> None:
         result.apply_to_code = False  # ask again at the next call
         noted.at_limit = _limits(code) if strategy.cur_action == actions.RUN_ONLY else ()
         if convert_frame.has_tensor_in_frame(frame):
-            found = _at_limit(callback, code, noted) if noted.at_limit else _skipped(noted, result)
+            why = getattr(result, "skip_reason", None)  # torch 2.11 gives none
+            skipped = noted.given_up(f"Dynamo skips it{f' ({why})' if why else ''}", _ALIKE)
+            found = _at_limit(callback, code, noted) if noted.at_limit else skipped
             noted.left(found)
             _await_collectives(code, noted, found)
 
@@ -244,6 +237,7 @@ def _asking(callback: Any, compiled: bool) -> Callable[..., Any]:
 
 
 _ONE_STANCE = "set one stance on every rank"
+_ALIKE = "let this function be compiled on every rank, or on none (TORCH_LOGS=+dynamo has more)"
 
 
 # --- collectives of what is given up ------------------------------------------------------------------------------
@@ -360,14 +354,4 @@ def _at_limit(callback: Any, code: CodeType, noted: _Noted) -> GivenUp:
         name, value = "torch.compile's recompile_limit", own
     if not value <= compiled < most:
         name, value = "torch._dynamo.config.accumulated_recompile_limit", most
-    remedy = (
-        f"raise {name}, or give what differs between the calls as a tensor or mark it dynamic "
-        "(TORCH_LOGS=recompiles names it)"
-    )
-    return noted.given_up(f"{name}={value} is reached, with {compiled} compiled forms", remedy)
-
-
-def _skipped(noted: _Noted, result: Any) -> GivenUp:
-    reason = getattr(result, "skip_reason", None)  # torch 2.11 gives none
-    remedy = "let this function be compiled on every rank, or on none (TORCH_LOGS=+dynamo has more)"
-    return noted.given_up(f"Dynamo skips it{f' ({reason})' if reason else ''}", remedy)
+    return noted.given_up(f"{name}={value} is reached, with {compiled} compiled forms", AT_LIMIT.format(name))

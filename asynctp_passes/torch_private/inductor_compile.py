@@ -57,8 +57,6 @@ def compile_graph(
     """Compile a graph with Inductor under configuration patches (the backward graph too, which may come later).
 
     Args:
-        gm: What dynamo captured.
-        example_inputs: Its inputs.
         patches: Inductor options.
         accepts_reports: Called after each graph that Inductor compiled or found in its cache, with False, and at the
             end, when a whole program may have come from AOTAutograd's cache, with True. What it does not accept is
@@ -76,31 +74,32 @@ def compile_graph(
         context = TracingContext.try_get()
         if context is not None and context.output_strides is not None:
             context.output_strides.clear()  # of the graph that was not accepted; Inductor asserts that there are none
-        with config.patch(_NO_CACHES), _caches_off():
+        with config.patch(_NO_CACHES), _off(_cached):
             compiled = compile_fx_inner(*args, **kwargs)
         accepts_reports(False, True)
         return compiled
 
     inputs = list(example_inputs)
-    with _not_routed():
+    with _off(_routed):
         compiled = compile_fx(gm, inputs, compile_one, patches, **further)
         if not accepts_reports(True, False):
-            with _caches_off():
+            with _off(_cached):
                 compiled = compile_fx(gm, inputs, compile_one, {**patches, **_NO_CACHES}, **further)
             accepts_reports(True, True)
     return compiled  # type: ignore[return-value]
 
 
 _routed: ContextVar[bool] = ContextVar("asynctp_routed", default=True)
+_cached: ContextVar[bool] = ContextVar("asynctp_cached", default=True)
 
 
 @contextlib.contextmanager
-def _not_routed() -> Iterator[None]:
-    token = _routed.set(False)
+def _off(switch: ContextVar[bool]) -> Iterator[None]:
+    token = switch.set(False)
     try:
         yield
     finally:
-        _routed.reset(token)
+        switch.reset(token)
 
 
 def route_inductor(
@@ -138,10 +137,10 @@ def route_inductor(
         if not active or not _routed.get():
             return original(*args, **kwargs)
         if leave_alone(patches):
-            with _not_routed():
+            with _off(_routed):
                 return original(*args, **kwargs)
         if further.get("inner_compile", inner) is not inner:
-            with _not_routed():
+            with _off(_routed):
                 return original(**{**further, "config_patches": add_passes(patches)})
         for name in ("inner_compile", "config_patches"):
             further.pop(name, None)
@@ -184,7 +183,6 @@ def route_inductor(
 
 
 _NO_CACHES = {"force_disable_caches": True, "fx_graph_cache": False, "fx_graph_remote_cache": False}
-_cached: ContextVar[bool] = ContextVar("asynctp_cached", default=True)
 
 
 def uses_caches() -> bool:
@@ -193,15 +191,6 @@ def uses_caches() -> bool:
     `_NO_CACHES` alone does not: environment variables outrank patches (`TORCHINDUCTOR_FORCE_DISABLE_CACHES=0`).
     """
     return _cached.get()
-
-
-@contextlib.contextmanager
-def _caches_off() -> Iterator[None]:
-    token = _cached.set(False)
-    try:
-        yield
-    finally:
-        _cached.reset(token)
 
 
 def cached_counters() -> Counter[str]:

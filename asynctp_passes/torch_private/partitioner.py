@@ -44,7 +44,6 @@ def replace_outputs(graph: fx.Graph, outputs: Sequence[Any], first: int) -> None
     """Give a forward graph other outputs, and what torch notes of each.
 
     Args:
-        graph: The graph.
         outputs: All of its outputs. Those before `first` are as they were.
         first: The number of the first output that is saved for the backward.
     """
@@ -178,13 +177,8 @@ def program_outputs(graph: fx.Graph) -> dict[int, fx.Node]:
     if len(results) != len(descriptions):
         return {}
     found: dict[int, fx.Node] = {}
-    for node, description in zip(results, descriptions, strict=True):
-        number = _result_number(description)
-        if number is not None and isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
-            found[number] = node
+    for node, description in zip(results, map(_whole, descriptions), strict=True):
+        is_plain = type(description).__name__ == "PlainAOTOutput"
+        if is_plain and isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
+            found[description.idx] = node
     return found
-
-
-def _result_number(description: Any) -> int | None:
-    whole = _whole(description)
-    return whole.idx if type(whole).__name__ == "PlainAOTOutput" else None

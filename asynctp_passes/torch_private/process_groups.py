@@ -11,9 +11,11 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def _c10d() -> Any:
@@ -73,22 +75,22 @@ def is_process_group(value: object) -> bool:
     return bool(group_name_of(value.meta.get("val") if isinstance(value, torch.fx.Node) else value))
 
 
+def _told_by(value: Any, told: Callable[[Any], T], unknown: T) -> T:
+    """A fact of a process group given as a name, a ProcessGroup, or a fake script object around one."""
+    try:
+        return told(process_group(getattr(value, "real_obj", value)))
+    except (AttributeError, RuntimeError, ValueError):
+        return unknown
+
+
 def size_of_group(value: Any) -> int:
     """Ranks of a process group given as a name, a ProcessGroup, or a fake script object around one; 0 if unknown."""
-    real = getattr(value, "real_obj", value)
-    try:
-        return process_group_size(real) if isinstance(real, str) else int(real.size())
-    except (AttributeError, RuntimeError, ValueError):
-        return 0
+    return _told_by(value, lambda group: int(group.size()), 0)
 
 
 def rank_in_group(value: Any) -> int | None:
     """This process's rank in a process group (as for `size_of_group`); None where it is not in one."""
-    real = getattr(value, "real_obj", value)
-    try:
-        rank = int(process_group(real).rank())
-    except (AttributeError, RuntimeError, ValueError):
-        return None
+    rank = _told_by(value, lambda group: int(group.rank()), -1)
     return rank if rank >= 0 else None
 
 
@@ -101,11 +103,7 @@ def mesh_dimension_of(value: Any) -> str:
 
     The default group, which a mesh of one dimension takes as it is, has none.
     """
-    real = getattr(value, "real_obj", value)
-    try:
-        described = str(process_group(real).group_desc)
-    except (AttributeError, RuntimeError, ValueError):
-        return ""
+    described = _told_by(value, lambda group: str(group.group_desc), "")
     return described.removeprefix(_MESH) if described.startswith(_MESH) else ""
 
 
@@ -194,10 +192,9 @@ def peers_of(name: str) -> Peers | None:
 
 @dataclass
 class _Life:
-    """A group of this process, and which of those of its name it is."""
+    """Which of the groups of its name one is. end: Writes that it has ended."""
 
-    store: Any
-    number: int
+    number: int = 0
     end: Any = None
 
 
@@ -212,9 +209,6 @@ def group_generation(name: str) -> str:
     writes into the store that it has ended, when it is destroyed, or when this is asked about the next one. A restart
     by torchrun, which may follow a crash, counts by itself. While all other ranks still hold their earlier group, as
     NCCL allows, a rank with a new one gets the number of the earlier one, and its own when it asks again.
-
-    Args:
-        name: The name of a group that there is here.
     """
     group = process_group(name)
     store = _c10d()._get_process_group_store(group)
@@ -222,7 +216,7 @@ def group_generation(name: str) -> str:
     if former is not None and former is not group and former in _lives:
         _lives[former].end()
     _newest[name] = weakref.ref(group)
-    life = _lives.setdefault(group, _Life(store, 0))
+    life = _lives.setdefault(group, _Life())
     if life.end is None or store.check([_ended(life.number)]):
         life.number = next(number for number in itertools.count(life.number) if not store.check([_ended(number)]))
         if life.end is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -22,27 +22,8 @@ CHANGE = (
     "loops, try and with. Otherwise change what is named there, or compile only functions that do not have it, as the "
     "body of a loop; TORCH_LOGS=graph_breaks has more"
 )
-AT_LIMIT = (
-    "raise torch._dynamo.config.recompile_limit, or give what differs between the calls as a tensor or mark it "
-    "dynamic; TORCH_LOGS=recompiles names it"
-)
 _WITHOUT_NAMES = compile("0", "", "eval")
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-
-
-@dataclass(frozen=True)
-class Compiler:
-    """A backend that was to compile a function.
-
-    Attributes:
-        function: The backend, without what torch wraps it in; of Inductor, its wrapper.
-        options: The options that `torch.compile` has for it.
-        is_inductor: It is Inductor.
-    """
-
-    function: Any
-    options: Mapping[str, Any] = field(default_factory=dict)
-    is_inductor: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,14 +34,18 @@ class Uncompiled:
         name: As `CompiledFunction.base`.
         reason: Why, with the place.
         remedy: What ends that.
-        compiler: What was to compile it.
+        backend: What was to compile it, without what torch wraps it in; of Inductor, its wrapper.
+        options: The options that `torch.compile` has for it.
+        is_inductor: It is Inductor.
         is_judged: asynctp has graphs of it, and `giving_up` has ranks agree that they leave them.
     """
 
     name: str
     reason: str
     remedy: str
-    compiler: Compiler
+    backend: Any
+    options: Mapping[str, Any]
+    is_inductor: bool
     is_judged: bool
 
 
@@ -100,7 +85,7 @@ def _install() -> None:
         at_limit = getattr(error, "frame_exec_strategy", None) is not None
         if isinstance(error, Unsupported | UserError):
             stack = getattr(error, "real_stack", None)
-            remedy = AT_LIMIT if at_limit else CHANGE
+            remedy = giving_up.AT_LIMIT.format("torch._dynamo.config.recompile_limit") if at_limit else CHANGE
             _tell(stack[-1] if stack else None, str(error).strip().partition("\n")[0], remedy)
         return format_error_msg(error, *args, **kwargs)
 
@@ -127,7 +112,7 @@ def _tell(place: Any, reason: str, remedy: str) -> None:
         dynamo.name_of(dynamo.original_code(code)),
         where + reason,
         remedy,
-        _unwrapped(giving_up.compiler_of(callback)),
+        *_unwrapped(giving_up.compiler_of(callback)),
         giving_up.is_noted(callback, code),
     )
     for listener in tuple(_listeners):
@@ -151,13 +136,14 @@ def _matters(call: FrameType) -> bool:
     return bool(has_tensor_in_frame(values))  # of a frame that names torch it is true, too
 
 
-def _unwrapped(compiler: Any) -> Compiler:
+def _unwrapped(compiler: Any) -> tuple[Any, Mapping[str, Any], bool]:
+    """The backend without what torch wraps it in, its options, and whether it is Inductor."""
     if isinstance(compiler, torch._TorchCompileInductorWrapper):
-        return Compiler(compiler, compiler.config, is_inductor=True)
+        return compiler, compiler.config, True
     options: dict[str, Any] = {}
     while True:  # torch's wrapper, and partials
         given = getattr(compiler, "kwargs", None) or getattr(compiler, "keywords", None) or {}
         inner = getattr(compiler, "compiler_fn", None) or getattr(compiler, "func", None)
         if inner is None:
-            return Compiler(compiler, options)
+            return compiler, options, False
         options, compiler = {**(given.get("options") or {}), **options}, inner

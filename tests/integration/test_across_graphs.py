@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import asynctp_passes
 from asynctp_passes import ExpectError, Remark, StrictError, backend
-from asynctp_passes.torch_private import dynamo, tensor_storage
+from asynctp_passes.torch_private import dynamo
 
 Program = Callable[..., Any]
 OFF = {"strict": "off"}
@@ -309,7 +309,7 @@ def test_a_chain_that_is_cut_for_ddp_has_a_remedy(cut: bool) -> None:
     [
         (dynamo, "given_tensors"),
         (dynamo, "graph_break_of"),
-        (tensor_storage, "version_of"),
+        (dynamo, "version_of"),
         (dynamo, "is_precompiled"),
     ],
 )

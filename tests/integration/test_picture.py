@@ -70,23 +70,7 @@ def test_a_model_that_is_not_parallel(caplog: pytest.LogCaptureFixture) -> None:
         compiled(model)(torch.ones(count, 32))
     (warning,) = warnings_of(caplog)
     assert "3 graphs multiply, and none has a collective next to a matmul so far" in warning
-    assert "No DTensor comes in" in warning
-    assert "another backend" not in warning
-
-
-@pytest.mark.parametrize("others", [0, 2])
-def test_graphs_of_another_backend_are_counted_since_the_picture_began(
-    others: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.compile(lambda x: x - 1, backend="eager")(X)
-    asynctp_passes.clear_reports()
-    for number in range(others):
-        torch._dynamo.reset()
-        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(number + 2))
-    compiled(lambda x: x @ W + 2, expect=1)(X)
-    (warning,) = warnings_of(caplog)
-    assert (f"{others} graphs went to another backend" in warning) == (others > 0)
-    assert ("another backend" in warning) == (others > 0)
+    assert "Or the model was not parallelized" in warning
 
 
 def test_linears_that_are_compiled_each_by_itself(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,7 +82,7 @@ def test_linears_that_are_compiled_each_by_itself(caplog: pytest.LogCaptureFixtu
     model(torch.ones(4, 32))
     (warning,) = warnings_of(caplog)
     assert "(expect=1)" in warning
-    assert "DTensors come in, and no graph communicates: the hooks of parallelize_module do" in warning
+    assert "No graph communicates: the hooks of parallelize_module do" in warning
 
 
 def test_an_op_that_may_be_the_only_communication(caplog: pytest.LogCaptureFixture) -> None:
@@ -108,11 +92,11 @@ def test_an_op_that_may_be_the_only_communication(caplog: pytest.LogCaptureFixtu
     torch.library.register_fake("picture_like::talk", torch.empty_like, lib=library)
     compiled(lambda x: torch.ops.picture_like.talk(x @ W), strict="all")(X)
     (report,) = asynctp_passes.reports()
-    assert "picture_like.talk.default" in report.notes[0]
+    assert "picture_like.talk.default" in report.notes[0].text
     (warning,) = warnings_of(caplog)
     assert "nothing tells whether these ops communicate" in warning.lower()
     assert "picture_like.talk.default" in warning
-    assert "no graph communicates" not in warning
+    assert "No graph communicates" not in warning
     library._destroy()
 
 
@@ -124,8 +108,7 @@ def test_backward_graphs_count_too(caplog: pytest.LogCaptureFixture) -> None:
     loss = model(torch.ones(4, 32)).sum()
     assert warnings_of(caplog) == []
     loss.backward()
-    (warning,) = warnings_of(caplog)
-    assert "another backend" not in warning
+    assert len(warnings_of(caplog)) == 1
 
 
 def test_no_warning_where_something_is_fused_or_there_are_no_peers(caplog: pytest.LogCaptureFixture) -> None:
@@ -272,7 +255,7 @@ def test_a_piece_is_judged_with_those_before_it() -> None:
     in_pieces(fuses, misses, strict="zero", expect=1)(torch.ones(4, 16))
     assert len(missed()) == 1
     torch._dynamo.reset()
-    with pytest.raises(torch._inductor.exc.InductorError, match=r"\(inference, piece 2 of this compile\)"):
+    with pytest.raises(torch._inductor.exc.InductorError, match=r"chains of graph \S+ \(inference\)"):
         in_pieces(lambda x: x @ W, misses, strict="zero")(torch.ones(4, 16))
 
 

@@ -506,9 +506,6 @@ def _checkpoint(module: Any, x: Tensor, fused: int = 2, **kwargs: Any) -> tuple[
     if isinstance(ours, str):
         plain = attempt("inductor")
         assert plain == ours, f"ours fails in another way: {plain} | {ours}"
-        assert any(f"torch {torch.__version__} will fail" in note.text for note in reports[0].notes), (
-            "no note tells why"
-        )
         raise NotRunnable(ours)
     assert_close(ours, train(module, x, parameters))
     forward, backward = reports

@@ -10,7 +10,7 @@ from asynctp_passes.torch_private import dynamo
 __all__ = ["named"]
 
 
-def named(name: str, **facts: Any) -> Any:
+def named(name: str) -> Any:
     """A graph is of this function, as Dynamo would have it."""
-    function = dynamo.CompiledFunction(f"model.py:{name}:1", **facts)
+    function = dynamo.CompiledFunction(f"model.py:{name}:1", f"model.py:{name}:1")
     return mock.patch.object(dynamo, "compiled_function", return_value=function)

@@ -196,7 +196,7 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
 SINKS = [
     # what fails, and which sinks there are
     (backend, "_log", {}),
-    (dynamo, "trace_artifact", {}),
+    (dynamo, "trace", {}),
     (Report, "to_json", {"report_file": "reports"}),
     (graph_page, "write_page", {"graph_dir": "pages"}),
     (graph_page, "_listing", {"graph_dir": "pages"}),
@@ -306,7 +306,7 @@ MESSAGES = [
         {"remarks": [{"outcome": "FUSED", "kind": "", "collective": "", "flops": 2**64}]},
         "s flops is too large a number",
     ),
-    ({"remarks": [], "phase": 3}, "the report's phase is 3; it must be a text"),
+    ({"remarks": [], "phase": 3}, "the report's phase is 3; it must be of type <class 'str'>"),
     ({"remarks": [], "graph": "", "phase": "", "colour": 1}, "the report has 'colour', which is none of graph, phase"),
     ({"remarks": {}}, 'no JSON object with a list of "remarks"'),
 ]

@@ -22,9 +22,10 @@ from torch import Tensor, fx, nn
 from asynctp_passes import backend, ops
 from asynctp_passes.reasons import Outcome
 from asynctp_passes.reporting import graph_index, graph_page
-from asynctp_passes.reporting.graph_index import INDEX, About, write_index
+from asynctp_passes.reporting.graph_index import INDEX, write_index
 from asynctp_passes.reporting.graph_page import InputName, Names, picture, write_page
 from asynctp_passes.reporting.report import Remark, Report
+from asynctp_passes.torch_private import dynamo
 
 DAGRE = Path(graph_page.__file__).with_name("dagre")
 GATHER = ("all_gather_into_tensor", "wait_tensor", "split", "getitem", "getitem_1", "getitem_2", "getitem_3", "cat")
@@ -351,23 +352,18 @@ def test_a_folder_has_a_list_of_its_pages(graph: fx.Graph, tmp_path: Path) -> No
     assert all((tmp_path / name).exists() for name in re.findall(r'href="([^"#]+)', index))
 
 
-def test_a_page_says_what_it_is(graph: fx.Graph, tmp_path: Path) -> None:
-    page = write_page(tmp_path, graph, graph, REPORT).read_text(encoding="utf-8")
-    about = About.in_page(page)
-    assert about is not None
-    assert (about.graph, about.phase, about.misses) == ("block <0>", "forward", {"2": "ATP202"})
-    assert about.counts == {"FUSED": 1, "MISSED": 1, "SKIPPED": 1}
-    assert About.in_page("<title>another</title>") is None
-    assert About.in_page('<meta name="asynctp-graph" content="{&quot;later&quot;: 1}">') is None
-
-
-@pytest.mark.parametrize(
-    ("rank", "said"), [(3, "step, rank 3, today"), (0, "step, rank 0, today"), (None, "step, today")]
-)
-def test_a_page_says_whose_it_is(rank: int | None, said: str, graph: fx.Graph, tmp_path: Path) -> None:
-    with mock.patch.object(About, "now", return_value=About("graph", "forward", "step", rank, "today")):
+@pytest.mark.parametrize(("rank", "said"), [(3, "m.py:step:1, rank 3, "), (0, "m.py:step:1, rank 0, "), (None, "")])
+def test_a_page_and_its_row_say_whose_it_is(rank: int | None, said: str, graph: fx.Graph, tmp_path: Path) -> None:
+    function = None if rank is None else dynamo.CompiledFunction("m.py:step:1", "m.py:step:1")
+    with (
+        mock.patch.object(graph_index, "_rank", return_value=rank),
+        mock.patch.object(graph_index.time, "strftime", return_value="today"),
+        mock.patch.object(dynamo, "compiled_function", return_value=function),
+    ):
         page = write_page(tmp_path, graph, graph, REPORT).read_text(encoding="utf-8")
-    assert f"<p>{said} &nbsp;" in page
+    assert f"<p>{said}today &nbsp;" in page
+    named = ["", ""] if rank is None else ["m.py:step:1", str(rank)]
+    assert listed(tmp_path) == [["block &lt;0&gt;", "forward", *named, "today", "1", "1", "1", "0", "ATP202"]]
 
 
 def test_an_index_of_another_program_stays(graph: fx.Graph, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,7 +36,7 @@ from asynctp_passes.ranks import accord, undo
 from asynctp_passes.remat import joint
 from asynctp_passes.reporting import build, internal
 from asynctp_passes.rewriting import ordering, rewrite
-from asynctp_passes.torch_private import dynamo
+from asynctp_passes.torch_private import dynamo, process_groups
 from asynctp_passes.torch_private.fx_graphs import GraphRecord
 
 pytestmark = pytest.mark.usefixtures("internal_errors")
@@ -266,7 +266,7 @@ def test_one_kind_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_trace_gets_the_graph() -> None:
     sent: dict[str, Callable[[], str]] = {}
-    with failing("rewrite"), mock.patch.object(dynamo, "trace_text", lambda name, text: sent.update({name: text()})):
+    with failing("rewrite"), mock.patch.object(dynamo, "trace", lambda name, text, kind: sent.update({name: text()})):
         run(program(), quiet())
     text = sent["asynctp_internal_error"]
     assert "Surprise" in str(text)
@@ -309,7 +309,7 @@ def test_what_was_agreed_cannot_be_left_out() -> None:
     text, keep = "drop: all_reduce 0", "keep: all_gather 0"
     question = Question("group", "inference", "key", (text,), (keep,))
     kept = Answer(frozenset([keep]), {text: "rank 1 does not"})
-    with mock.patch.object(accord, "has_peers", return_value=True):
+    with mock.patch.object(process_groups, "peers_of", return_value=object()):
         accord.refuse([question], [kept])  # any graph can do that, also as it was
         for answers in (None, [Answer(frozenset([text, keep]))]):
             with pytest.raises(DisagreementError, match=text):

@@ -306,7 +306,7 @@ def test_a_refused_part_leaves_the_fused_all_reduce() -> None:
     with mock.patch.object(undo, "ask", refuse):
         report = run(b.graph, Config(strict="all", expect=1))
     assert [one.kind for one in report.fused] == ["matmul_all_reduce"]
-    assert "rank 0 does not" in report.notes[-1]
+    assert "rank 0 does not" in report.notes[-1].text
 
 
 def test_the_question_has_the_rank_and_a_text_that_ranks_share() -> None:
