@@ -6,15 +6,11 @@
     mm + mm + … (+ x) → reduce_scatter        asynctp::matmul_reduce_scatter
     mm + mm + … (+ x) → all_reduce            asynctp::matmul_all_reduce
 
-Scales of the matmuls are optional arguments (`calls`).
-
 All are functional: they return fresh, contiguous, ordinary memory, never an alias of an input or of a
 communication buffer. Importing this module registers them.
 
-Which implementation runs is chosen at run time and never silently: `explain` names it for a call. On CUDA it is the
-fastest of `asynctp_kernels.cuda`, or the reference program. On CPU `ASYNCTP_CPU_IMPLEMENTATION` chooses between that
-program and the Triton kernels of `asynctp_kernels` under TRITON_INTERPRET=1; a call that those do not support raises.
-The environment is read once, at the first call; `refresh` reads it again.
+Which implementation runs is chosen at run time and never silently: `explain` names it for a call. The environment is
+read once, at the first call; `refresh` reads it again.
 """
 
 from __future__ import annotations

@@ -70,16 +70,6 @@ def optional_list(biases: Tensor | Sequence[Tensor | None] | None, count: int) -
     return [biases] if isinstance(biases, Tensor) else list(biases)
 
 
-def numbers(factors: Sequence[float] | None) -> list[float] | None:
-    """The factors as a list of floats."""
-    return None if factors is None else [float(factor) for factor in factors]
-
-
-def split_a_full(outs: list[Tensor], return_a_full: bool) -> tuple[list[Tensor], Tensor | None]:
-    """Separate a gather op's matmuls from the gathered A after them."""
-    return (outs[:-1], outs[-1]) if return_a_full else (outs, None)
-
-
 # --- refusals ------------------------------------------------------------------------------------------------------
 def check_group(op: str, group_size: int, group: Any) -> None:
     """Check that a group exists and has the size that the op was told.

@@ -23,35 +23,28 @@ from asynctp_passes.ops.calls import SIGNATURES, Call, GatherCall, ReduceCall
 from asynctp_passes.ops.plain_collectives import all_reduce, gather, reduce_scatter
 from asynctp_passes.ops.reference import multiplied, split_factors
 
+_NO_GRADIENT = {
+    "out_dtype": "a call with scales (fp8) has no gradient, since quantization has none; make it inside an "
+    "autograd.Function that quantizes, or call the op without scales",
+    "real_rows": "a call with real_rows has no gradient; pad the rows of A by zeros instead",
+    "b_rows": "a call with b_rows has no gradient; gather A, and multiply slices of it instead",
+}
+"""Why a call has none, by the arguments that it has then."""
+
 
 def gradient_of(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The backward of an op, and the function that keeps what it needs, as `torch.library.register_autograd` has them.
-
-    That of a call with scales, with `real_rows` or with `b_rows`, raises.
-    """
+    """The backward of an op, and what keeps what it needs, as `torch.library.register_autograd` has them."""
     signature, (backward, setup) = SIGNATURES[op], _GRADIENTS[op]
 
     def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         call: Call = signature.call(*inputs)
-        ctx.has_scales, ctx.is_padded = call.out_dtype is not None, getattr(call, "real_rows", None) is not None
-        ctx.takes_rows = getattr(call, "b_rows", None) is not None
-        if not (ctx.has_scales or ctx.is_padded or ctx.takes_rows):
+        ctx.refused = next((why for name, why in _NO_GRADIENT.items() if getattr(call, name, None) is not None), "")
+        if not ctx.refused:
             setup(ctx, call, output)
 
     def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if ctx.has_scales:
-            raise NotImplementedError(
-                "asynctp: a call with scales (fp8) has no gradient, since quantization has none; make it inside an "
-                "autograd.Function that quantizes, or call the op without scales"
-            )
-        if ctx.is_padded:
-            raise NotImplementedError(
-                "asynctp: a call with real_rows has no gradient; pad the rows of A by zeros instead"
-            )
-        if ctx.takes_rows:
-            raise NotImplementedError(
-                "asynctp: a call with b_rows has no gradient; gather A, and multiply slices of it instead"
-            )
+        if ctx.refused:
+            raise NotImplementedError(f"asynctp: {ctx.refused}")
         found: tuple[Any, ...] = backward(ctx, *grads)
         return found
 
@@ -103,29 +96,38 @@ def _gather_input_grad(
     return kept if a_grad is None else a_grad + kept
 
 
-def _setup_scatter(ctx: Any, call: ReduceCall, output: Tensor) -> None:
-    _remember_sum(ctx, call)
+def _setup_sum(ctx: Any, call: ReduceCall, output: Tensor) -> None:
+    _remember(ctx, call)
+    ctx.factors, ctx.factor = split_factors(call.factors, len(call.a_parts))
+    ctx.reduce_op, ctx.is_added = call.reduce_op, call.added is not None
+    ctx.save_for_backward(*call.a_parts, *call.b_parts)
     ctx.where = (call.scatter_dim, call.group_size, call.group_name)
 
 
-def _backward_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward_sum(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """The gradients of an op that reduces: `whole` is that of its sum, and `fulls` are those of its matmuls."""
     count = len(ctx.saved_tensors) // 2
     a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-    needs_a, needs_b = ctx.needs_input_grad[:2]
-    grad = multiplied(grad / ctx.where[1] if ctx.reduce_op == "avg" else grad, ctx.factor).contiguous()
-    where = ctx.where
-    if len(set(ctx.factors)) > 1:  # each product has a gradient of its own, which is a multiple of one
-        whole = gather(grad, *where)
-        fulls = _grads_of_products(ctx, whole, a_parts[0].dtype)
-        a_grads = [full @ b.t() if need else None for full, b, need in zip(fulls, b_parts, needs_a, strict=True)]
+    (needs_a, needs_b), (dim, size, group) = ctx.needs_input_grad[:2], ctx.where
+    a_grads: Sequence[Tensor | None] | None = None
+    if dim is None:
+        whole = multiplied(all_reduce(grad.contiguous(), ctx.reduce_op, group), ctx.factor)
     else:
-        shard = multiplied(grad, ctx.factors[0]).to(a_parts[0].dtype)
-        a_grads, full = _grads_of_gathered(shard, b_parts, needs_a, where)
-        fulls, whole = [full] * count, full
-        if ctx.is_added and (grad.dtype != full.dtype or ctx.factors[0] != 1):
-            whole = gather(grad, *where)
+        grad = multiplied(grad / size if ctx.reduce_op == "avg" else grad, ctx.factor).contiguous()
+        if len(set(ctx.factors)) > 1:
+            whole = gather(grad, *ctx.where)
+        else:
+            shard = multiplied(grad, ctx.factors[0]).to(a_parts[0].dtype)
+            a_grads, whole = _grads_of_gathered(shard, b_parts, needs_a, ctx.where)
+            fulls = [whole] * count
+            if ctx.is_added and (grad.dtype != whole.dtype or ctx.factors[0] != 1):
+                whole = gather(grad, *ctx.where)
+    if a_grads is None:  # each product has a gradient of its own, which is a multiple of one
+        fulls = [multiplied(whole, factor).to(a_parts[0].dtype) for factor in ctx.factors]
+        a_grads = [full @ b.t() if need else None for full, b, need in zip(fulls, b_parts, needs_a, strict=True)]
     b_grads = [_weight_grad(a, full) if need else None for a, full, need in zip(a_parts, fulls, needs_b, strict=True)]
-    return _grads_of_sum(ctx, a_grads, b_grads, fulls, whole)
+    biases, added = _bias_grads(ctx, fulls), whole if ctx.is_added else None
+    return _in_order(ctx, a_parts=a_grads, b_parts=b_grads, biases=biases, added=added)
 
 
 def _grads_of_gathered(
@@ -142,55 +144,15 @@ def _grads_of_gathered(
     return [next(remaining) if need else None for need in needs_a], full
 
 
-def _grads_of_products(ctx: Any, whole: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The gradient of each product; `whole` is the gradient of their sum."""
-    return [multiplied(whole, factor).to(dtype) for factor in ctx.factors]
-
-
-def _setup_all_reduce(ctx: Any, call: ReduceCall, output: Tensor) -> None:
-    _remember_sum(ctx, call)
-    ctx.group_name = call.group_name
-
-
-def _backward_all_reduce(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    count = len(ctx.saved_tensors) // 2
-    a_parts, b_parts = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-    needs_a, needs_b = ctx.needs_input_grad[:2]
-    whole = multiplied(all_reduce(grad.contiguous(), ctx.reduce_op, ctx.group_name), ctx.factor)
-    fulls = _grads_of_products(ctx, whole, a_parts[0].dtype)
-    a_grads = [full @ b.t() if need else None for full, b, need in zip(fulls, b_parts, needs_a, strict=True)]
-    b_grads = [_weight_grad(a, full) if need else None for a, full, need in zip(a_parts, fulls, needs_b, strict=True)]
-    return _grads_of_sum(ctx, a_grads, b_grads, fulls, whole)
-
-
 def _remember(ctx: Any, call: Call) -> None:
     """Keep which arguments were given, and what the gradients of biases need: each one's number of dimensions."""
     signature = SIGNATURES[call.op]
     # torch wants gradients for the arguments up to the last that has not its default
-    given = [place for place, name in enumerate(signature.names, 1) if name in call.given()]
+    given = [place for place, name in enumerate(signature.names, 1) if name in signature.given(call)]
     ctx.names = signature.names[: max(given, default=signature.needed)]
     present = [bias for bias in call.biases if bias is not None]
     refuse_lost_gradients(call.biases)
     ctx.bias_ndims = [bias.ndim for bias in present] if len(present) == len(call.biases) else None
-
-
-def _remember_sum(ctx: Any, call: ReduceCall) -> None:
-    _remember(ctx, call)
-    ctx.factors, ctx.factor = split_factors(call.factors, len(call.a_parts))
-    ctx.reduce_op, ctx.is_added = call.reduce_op, call.added is not None
-    ctx.save_for_backward(*call.a_parts, *call.b_parts)
-
-
-def _grads_of_sum(
-    ctx: Any,
-    a_grads: Sequence[Tensor | None],
-    b_grads: Sequence[Tensor | None],
-    fulls: Sequence[Tensor],
-    whole: Tensor,
-) -> tuple[Any, ...]:
-    """All gradients of an op that reduces. fulls: those of its matmuls. whole: that of their sum."""
-    biases, added = _bias_grads(ctx, fulls), whole if ctx.is_added else None
-    return _in_order(ctx, a_parts=a_grads, b_parts=b_grads, biases=biases, added=added)
 
 
 def _in_order(ctx: Any, **grads: Any) -> tuple[Any, ...]:
@@ -214,7 +176,7 @@ def _weight_grad(a_full: Tensor, out_grad: Tensor | None) -> Tensor | None:
 
 _GRADIENTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_gather_matmul": (_backward_gather, _setup_gather),
-    "matmul_reduce_scatter": (_backward_scatter, _setup_scatter),
-    "matmul_all_reduce": (_backward_all_reduce, _setup_all_reduce),
+    "matmul_reduce_scatter": (_backward_sum, _setup_sum),
+    "matmul_all_reduce": (_backward_sum, _setup_sum),
 }
 """The backward of each op without scales, and the function that keeps a call's inputs for it."""

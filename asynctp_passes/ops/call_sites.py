@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from asynctp_passes.ops.calls import COLLECTIVES, OPS, SIGNATURES
+from asynctp_passes.ops.calls import COLLECTIVES, OPS, SIGNATURES, first_of
 from asynctp_passes.ops.choice import kernels_for, kernels_or_none
 from asynctp_passes.torch_private import inductor_calls, inductor_order
 from asynctp_passes.torch_private.inductor_calls import is_watched
@@ -166,7 +166,7 @@ class CallSite:
     def _bind(self, sizes: tuple[int, ...], arguments: list[Any]) -> None:
         """Have the plan of the call that the op has just made."""
         call = self._call(*arguments)
-        kernels = kernels_for(call.first)
+        kernels = kernels_for(first_of(call))
         if len(self._bound) >= MOST_SIZES:
             self._bound.clear()
         make = getattr(kernels, "bind", None)

@@ -10,15 +10,7 @@ from typing import Any, ParamSpec, SupportsIndex, TypeVar
 import torch
 from torch import Tensor
 
-from asynctp_passes.ops.arguments import (
-    as_list,
-    group_and_size,
-    numbers,
-    operands_of,
-    optional_list,
-    require,
-    split_a_full,
-)
+from asynctp_passes.ops.arguments import as_list, group_and_size, operands_of, optional_list, require
 from asynctp_passes.ops.calls import SIGNATURES
 from asynctp_passes.ops.checks import REDUCE_OPS, check
 
@@ -97,7 +89,8 @@ class Callers:
         """Run an op that reduces: with lists of operands, and its group's name and size."""
         name, size = group_and_size(given.pop("group"))
         given |= {"a_parts": (a_parts := operands_of(op, a)), "b_parts": as_list(b), "group_name": name}
-        given |= {"biases": optional_list(given["biases"], len(a_parts)), "factors": numbers(given["factors"])}
+        given["biases"] = optional_list(given["biases"], len(a_parts))
+        given["factors"] = None if given["factors"] is None else [float(factor) for factor in given["factors"]]
         of_a = None if a_scales is None else as_list(a_scales)
         given |= _scales(("a_scales", "b_scales"), of_a, b_scales, given["out_dtype"])
         out: Tensor = self._run(op, **given, **({"group_size": size} if "scatter_dim" in given else {}))
@@ -171,7 +164,7 @@ class Callers:
             gather_a_scale=gather_a_scale,
             use_fast_accum=use_fast_accum,
         )
-        return split_a_full(outs, return_a_full)
+        return (outs[:-1], outs[-1]) if return_a_full else (outs, None)
 
     @_of_kinds
     def matmul_reduce_scatter(

@@ -67,15 +67,6 @@ class GatherCall(NamedTuple):
         """The arguments that are no tensors, lists or groups: hashable."""
         return _gather_values(self)
 
-    def given(self) -> set[str]:
-        """The optional arguments that do not have their defaults."""
-        return SIGNATURES[self.op].given(self)
-
-    @property
-    def first(self) -> Tensor | None:
-        """A tensor that tells where the call runs."""
-        return self.a_shard
-
     @property
     def matmul_dtype(self) -> torch.dtype:
         """The dtype of the matmuls: without scales that of A, but int32 of int8."""
@@ -134,15 +125,6 @@ class ReduceCall(NamedTuple):
         """The arguments that are no tensors, lists or groups: hashable."""
         return _reduce_values(self)
 
-    def given(self) -> set[str]:
-        """The optional arguments that do not have their defaults."""
-        return SIGNATURES[self.op].given(self)
-
-    @property
-    def first(self) -> Tensor | None:
-        """A tensor that tells where the call runs; None: there is no operand, which the checks refuse."""
-        return self.a_parts[0] if self.a_parts else None
-
 
 class AllGatherCall(NamedTuple):
     """The arguments of an all-gather along dim 0, without a matmul.
@@ -162,11 +144,6 @@ class AllGatherCall(NamedTuple):
     accord: int = 0
     op: str = "all_gather"
 
-    @property
-    def first(self) -> Tensor:
-        """A tensor that tells where the call runs."""
-        return self.shard
-
 
 class ReduceScatterCall(NamedTuple):
     """The arguments of a reduce-scatter along dim 0, without a matmul, as of an `AllGatherCall`."""
@@ -179,11 +156,6 @@ class ReduceScatterCall(NamedTuple):
     accord: int = 0
     op: str = "reduce_scatter"
 
-    @property
-    def first(self) -> Tensor:
-        """A tensor that tells where the call runs."""
-        return self.whole
-
 
 class AllReduceCall(NamedTuple):
     """The arguments of an all-reduce without a matmul, as of an `AllGatherCall`."""
@@ -193,11 +165,6 @@ class AllReduceCall(NamedTuple):
     group_name: Any
     accord: int = 0
     op: str = "all_reduce"
-
-    @property
-    def first(self) -> Tensor:
-        """A tensor that tells where the call runs."""
-        return self.input
 
 
 Call = GatherCall | ReduceCall
@@ -307,6 +274,13 @@ COLLECTIVES: dict[str, Signature] = {
     )
 }
 """The same of the ops without a matmul."""
+
+
+def first_of(call: Call | CollectiveCall) -> Tensor | None:
+    """A tensor that tells where a call runs; None: there is no operand, which the checks refuse."""
+    if isinstance(call, ReduceCall):
+        return call.a_parts[0] if call.a_parts else None
+    return call[0]
 
 
 def signature(op: str) -> Signature:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asynctp_passes.config import cpu_implementation
 from asynctp_passes.ops.arguments import group_and_size, operands_of
-from asynctp_passes.ops.calls import Call, GatherCall, signature
+from asynctp_passes.ops.calls import Call, GatherCall, first_of, signature
 from asynctp_passes.ops.plain_collectives import gather
 from asynctp_passes.torch_private import process_groups
 
@@ -105,7 +105,9 @@ def expected_implementation(op: str, arguments: Mapping[str, Any], world_size: i
         forced that cannot run (the call will say so).
     """
     call = signature(op).named({"group_name": None, **arguments})
-    device = call.first.device.type
+    first = first_of(call)
+    assert first is not None, "the pass makes no call without operands"
+    device = first.device.type
     cuda = _cuda() if device == "cuda" and torch.cuda.is_available() and world_size else None
     if cuda is None:
         return implementation(device)
@@ -126,15 +128,8 @@ def variant_reason(
 ) -> str | None:
     """Why nothing promises that a row of these matmuls has the same bits however many rows there are; None: it does.
 
-    Args:
-        a: The left operand.
-        bs: The right operands, as `[K, N]`.
-        b_scales: Their scales; None stands for 1. None at all without scales.
-        biases: For each a bias, or None.
-        out_dtype: Dtype of the results.
-        world_size: Ranks of the group; 0 where they are not known.
-
-    No tensor needs memory. Where there is no GPU to ask, it is taken for one that the kernels are written for.
+    Arguments are as of `asynctp_kernels.cuda.variant_reason`, with None for a scale of 1. Where there is no GPU to ask,
+    it is taken for one that the kernels are written for.
     """
     kernels = kernels_or_none(a)
     if kernels is None:

@@ -3,14 +3,9 @@
     asynctp::all_gather, asynctp::reduce_scatter, asynctp::all_reduce, asynctp::wait
 
 A group whose matmuls' collectives are fused has these for its others too: one rank may multiply what it gathers, and
-another one may not. They have the contract of `_c10d_functional.all_gather_into_tensor`, `reduce_scatter_tensor` and
-`all_reduce`: along dim 0, and asynchronous, so that the result must go through `_c10d_functional.wait_tensor` before it
-is read. An input that is read after they return is copied first: Inductor, which does not know these ops, may write to
-its memory as soon as they do. On CUDA copy engines move the data, but for few bytes, which one kernel reads
-(`cuda.plans.collectives`): `all_keep`, the same on all ranks, tells that no rank's call only multiplies what it
-gathers, and keeps none of it. Elsewhere, and where the GPUs cannot share memory, these are the functional collectives
-themselves. `accord` is that of the fused ops (`calls.GatherCall`); torch's collectives have none. Importing this module
-registers them.
+another one may not. They have the contract of the functional collectives: along dim 0, and asynchronous, so that the
+result must go through `_c10d_functional.wait_tensor` before it is read. Where no kernel moves the data
+(`cuda.plans.collectives`), they are the functional collectives. `calls` says what their arguments are.
 
 `asynctp::wait(result, source)` is how a rewritten graph waits. It reads the collective's input too, so that Inductor
 leaves that alone for so long: no copy (`copy=False`). And it gives its result, as an alias, where `wait_tensor` is a
@@ -21,38 +16,33 @@ long). AOTAutograd does not take ops that return an alias: this one is for graph
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from asynctp_passes.ops import plain_collectives as plain
-from asynctp_passes.ops.arguments import check_group, group_and_size
+from asynctp_passes.ops.arguments import check_group, group_and_size, require
 from asynctp_passes.ops.calls import COLLECTIVES
 from asynctp_passes.ops.checks import EXTREMES, REDUCE_OPS
 from asynctp_passes.ops.choice import kernels_or_none
 from asynctp_passes.ops.recipes import FP8_DTYPES
-from asynctp_passes.ops.register import register
+from asynctp_passes.ops.register import define
 from asynctp_passes.torch_private import process_groups, torch_ops
 
 ALL_REDUCE_OPS = (*REDUCE_OPS, *EXTREMES)
-OPS = {
-    **{op: one.schema for op, one in COLLECTIVES.items()},
-    "wait": "(Tensor(a) result, Tensor source) -> Tensor(a)",
-}
 
 
 # --- real implementations ---------------------------------------------------------------------------------------
 def _real_all_gather(
     shard: Tensor, group_size: int, group_name: Any, copy: bool = True, all_keep: bool = True, accord: int = 0
 ) -> Tensor:
-    def check() -> None:
-        check_group("all_gather", group_size, group_name)
-
+    check = functools.partial(check_group, "all_gather", group_size, group_name)
     _check_dims("all_gather", shard)
-    if (cuda := kernels_or_none(shard)) is not None:
+    if (kernels := kernels_or_none(shard)) is not None:
         group = process_groups.process_group(group_name)
-        found: Tensor | None = cuda.run_bulk_gather(shard, group_size, group, check, all_keep, copy, accord)
+        found: Tensor | None = kernels.run_bulk_gather(shard, group_size, group, check, all_keep, copy, accord)
         if found is not None:
             return found
     check()
@@ -89,7 +79,7 @@ def _real_reduce_scatter(
 def _real_all_reduce(tensor: Tensor, reduce_op: str, group_name: Any, accord: int = 0) -> Tensor:
     def check() -> None:
         group_and_size(group_name)
-        _check_reduction("all_reduce", reduce_op, ALL_REDUCE_OPS)
+        require(reduce_op in ALL_REDUCE_OPS, "all_reduce", "reduce_op", reduce_op, f"one of {ALL_REDUCE_OPS}")
 
     if (cuda := kernels_or_none(tensor)) is not None:
         group = process_groups.process_group(group_name)
@@ -124,17 +114,10 @@ def _check_dims(op: str, tensor: Tensor) -> None:
         raise ValueError(f"asynctp {op}: a tensor without dimensions cannot be split over ranks; unsqueeze(0) it first")
 
 
-def _check_reduction(op: str, reduce_op: str, known: tuple[str, ...]) -> None:
-    if reduce_op not in known:
-        raise ValueError(f"asynctp {op}: reduce_op={reduce_op!r} is not valid; it must be one of {known}")
-
-
 def _check_scatter(whole: Tensor, reduce_op: str, group_size: int) -> None:
-    _check_reduction("reduce_scatter", reduce_op, REDUCE_OPS)
-    if whole.shape[0] % group_size:
-        raise ValueError(
-            f"asynctp reduce_scatter: {whole.shape[0]} rows do not divide by {group_size} ranks; pad dim 0"
-        )
+    require(reduce_op in REDUCE_OPS, "reduce_scatter", "reduce_op", reduce_op, f"one of {REDUCE_OPS}")
+    limit = f"a multiple of the group's {group_size} ranks; pad dim 0"
+    require(whole.shape[0] % group_size == 0, "reduce_scatter", "rows", whole.shape[0], limit)
 
 
 # --- fake implementations ---------------------------------------------------------------------------------------
@@ -158,87 +141,17 @@ def _fake_wait(result: Tensor, source: Tensor) -> Tensor:
     return result.view_as(result)
 
 
-def _no_gradient(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError(
-        "asynctp: the collectives have no gradient, as the functional ones that they stand for; "
-        "use torch.distributed.tensor, or torch.distributed._functional_collectives' autograd forms"
-    )
-
-
 # --- registration -----------------------------------------------------------------------------------------------
-def _register() -> Any:
-    """Define the ops. They live as long as the returned library does."""
-    library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for name, schema in OPS.items():
-        library.define(name + schema)
-    register(library, "all_gather", _real_all_gather, _fake_all_gather, _no_gradient)
-    register(library, "reduce_scatter", _real_reduce_scatter, _fake_reduce_scatter, _no_gradient)
-    register(library, "all_reduce", _real_all_reduce, _fake_all_reduce, _no_gradient)
-    for key in ("CPU", "CUDA"):  # an alias of what has no gradient
-        library.impl("wait", _real_wait, key)
-    torch_ops.register_fake("wait", _fake_wait, library)
-    return library
-
-
-_LIBRARY = _register()
-
-
-# --- called by hand ---------------------------------------------------------------------------------------------
-def all_gather(shard: Tensor, *, group: Any) -> Tensor:
-    """All ranks' shards along dim 0, in rank order, while the SMs compute. Asynchronous: see the module.
-
-    Args:
-        shard: This rank's piece, `[m, *]`; any dtype.
-        group: Group name, ProcessGroup, one-dimensional DeviceMesh, or `(DeviceMesh, dim)`.
-
-    Returns:
-        `[W * m, *]` over W ranks, to be completed by `torch.ops._c10d_functional.wait_tensor`.
-
-    Raises:
-        ValueError: A tensor without dimensions, or a group that does not exist.
-    """
-    name, size = group_and_size(group)
-    full: Tensor = torch.ops.asynctp.all_gather(shard, size, name)
-    return full
-
-
-def reduce_scatter(whole: Tensor, *, group: Any, reduce_op: str = "sum") -> Tensor:
-    """This rank's block along dim 0 of the ranks' sum, while the SMs compute. Asynchronous: see the module.
-
-    On CUDA bf16, fp16 and fp32 are summed in fp32 in rank order and rounded once: the same bits in every run.
-
-    Args:
-        whole: `[W * m, *]` over W ranks.
-        group: As for `all_gather`.
-        reduce_op: "sum" or "avg".
-
-    Returns:
-        `[m, *]`, to be completed by `torch.ops._c10d_functional.wait_tensor`.
-
-    Raises:
-        ValueError: Rows that do not divide by the ranks, another reduction, or a group that does not exist.
-    """
-    name, size = group_and_size(group)
-    block: Tensor = torch.ops.asynctp.reduce_scatter(whole, reduce_op, size, name)
-    return block
-
-
-def all_reduce(tensor: Tensor, *, group: Any, reduce_op: str = "sum") -> Tensor:
-    """The ranks' sum or average, or each element's maximum or minimum. Asynchronous: see the module.
-
-    On CUDA a number goes before NaN in a maximum, as with NCCL. One of more than 256 KiB, or of fp8, is NCCL's.
-
-    Args:
-        tensor: Of the same shape on all ranks.
-        group: As for `all_gather`.
-        reduce_op: "sum", "avg", "max" or "min".
-
-    Returns:
-        A contiguous tensor, to be completed by `torch.ops._c10d_functional.wait_tensor`.
-
-    Raises:
-        ValueError: Another reduction, or a group that does not exist.
-    """
-    name, _ = group_and_size(group)
-    total: Tensor = torch.ops.asynctp.all_reduce(tensor, reduce_op, name)
-    return total
+_LIBRARY = define(
+    {
+        "all_gather": (COLLECTIVES["all_gather"].schema, _real_all_gather, _fake_all_gather),
+        "reduce_scatter": (COLLECTIVES["reduce_scatter"].schema, _real_reduce_scatter, _fake_reduce_scatter),
+        "all_reduce": (COLLECTIVES["all_reduce"].schema, _real_all_reduce, _fake_all_reduce),
+    },
+    "asynctp: the collectives have no gradient, as the functional ones that they stand for; "
+    "use torch.distributed.tensor, or torch.distributed._functional_collectives' autograd forms",
+)
+_LIBRARY.define("wait(Tensor(a) result, Tensor source) -> Tensor(a)")
+for _key in ("CPU", "CUDA"):  # an alias of what has no gradient
+    _LIBRARY.impl("wait", _real_wait, _key)
+torch_ops.register_fake("wait", _fake_wait, _LIBRARY)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed
@@ -14,29 +14,11 @@ from asynctp_passes.ops.arguments import group_and_size, normalize_dim
 from asynctp_passes.ops.recipes import FP8_DTYPES
 from asynctp_passes.torch_private import process_groups
 
+Mover = Any
+"""`asynctp_kernels.cuda.Mover`: a group's collectives on a wire of its own, complete when they return.
 
-class Mover(Protocol):
-    """Collectives of a group on a wire of its own, complete when they return; None where it has none for a call.
-
-    invariant: The call is batch-invariant: `multiply` makes its matmuls.
-    """
-
-    @property
-    def invariant(self) -> bool: ...
-
-    def multiply(
-        self, a: Tensor, b: Tensor, bias: Tensor | None, scales: Sequence[Tensor], out_dtype: torch.dtype, fast: bool
-    ) -> Tensor:
-        """`a @ b` of matrices; scales: of both, or none."""
-
-    def gather(self, shard: Tensor, row_numbers: Tensor | None = None) -> tuple[Tensor, Tensor | None] | None:
-        """All ranks' shards, and float32 numbers: [world, *shape] each."""
-
-    def scatter(self, blocks: Tensor, reduce_op: str) -> Tensor | None:
-        """This rank's part of the sum of `blocks` [world, *shape]."""
-
-    def all_reduce(self, partial: Tensor, reduce_op: str) -> Tensor | None:
-        """The sum, on every rank."""
+They give None where it has none for a call. Of a call that is `invariant`, `multiply` makes the matmuls.
+"""
 
 
 def gathered_shape(shape: Sequence[int], dim: int, group_size: int) -> tuple[int, ...]:
@@ -87,7 +69,8 @@ def reduce_scatter(
     dim = normalize_dim(dim, full.ndim)
     sizes = (*full.shape[:dim], group_size, full.shape[dim] // group_size, *full.shape[dim + 1 :])
     blocks = full.reshape(sizes).movedim(dim, 0).contiguous()
-    if mover is not None and (part := mover.scatter(blocks, reduce_op)) is not None:
+    part: Tensor | None = None if mover is None else mover.scatter(blocks, reduce_op)
+    if part is not None:
         return part
     divide = reduce_op == "avg" and full.device.type == "cpu"
     c10d = torch.ops._c10d_functional
@@ -107,8 +90,9 @@ def all_reduce(
     in_place: `partial` is the caller's own and may become the result, which saves a copy. In a graph that is traced
     Inductor decides that.
     """
-    if mover is not None and (total := mover.all_reduce(partial.contiguous(), reduce_op)) is not None:
-        return total
+    found: Tensor | None = None if mover is None else mover.all_reduce(partial.contiguous(), reduce_op)
+    if found is not None:
+        return found
     divide = reduce_op == "avg" and partial.device.type == "cpu"
     if in_place and not torch.compiler.is_compiling():
         op = ReduceOp.AVG if reduce_op == "avg" and not divide else ReduceOp.SUM

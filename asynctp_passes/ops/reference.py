@@ -94,7 +94,7 @@ def _matmul(call: Call, i: int, a: Tensor, a_scale: Tensor | None, mover: Mover 
     b, bias = call.bs[i] if isinstance(call, GatherCall) else call.b_parts[i], call.biases[i]
     if mover is not None and mover.invariant and 0 not in (*a.shape, b.shape[1]):
         scales = [] if a_scale is None or call.b_scales is None else [a_scale, call.b_scales[i]]
-        made = mover.multiply(_rows(a), b, bias, scales, call.out_dtype or a.dtype, call.use_fast_accum)
+        made: Tensor = mover.multiply(_rows(a), b, bias, scales, call.out_dtype or a.dtype, call.use_fast_accum)
         return made.view(*a.shape[:-1], b.shape[1])
     if a_scale is None or call.b_scales is None or call.out_dtype is None:
         return product(a, b, bias)
@@ -132,19 +132,16 @@ def scaled_product(
     use_fast_accum: bool,
 ) -> Tensor:
     """`(a × a_scale) @ (b × b_scale) + bias`, rounded once to `out_dtype`."""
-    rows = _rows(a)
-    recipe = recipe_of((a_scale, a.shape), (b_scale, b.shape))
-    in_blocks = recipe is not None and recipe.in_blocks
-    if recipe is not None and not in_blocks and a.dtype not in FP8_DTYPES:
-        exact, row_scale = product(rows, b, None).float(), a_scale.reshape(-1, 1)
-        flat = _finish(exact, row_scale, b_scale.reshape(1, -1), bias, out_dtype)
-        return flat.view(*a.shape[:-1], b.shape[1])
-    if recipe is not None and in_blocks:
+    rows, recipe = _rows(a), recipe_of((a_scale, a.shape), (b_scale, b.shape))
+    if recipe is not None and recipe.in_blocks:
         flat = _product_in_blocks(rows, b, _rows(a_scale), b_scale, recipe, bias, out_dtype, use_fast_accum)
-        return flat.view(*a.shape[:-1], b.shape[1])
-    row_scale = a_scale.reshape(()) if a_scale.numel() == 1 else a_scale.reshape(-1, 1)
-    column_scale = b_scale.reshape(()) if b_scale.numel() == 1 else b_scale
-    flat = _scaled_mm(rows, b, row_scale, column_scale, bias, out_dtype, use_fast_accum)
+    elif recipe is not None and a.dtype not in FP8_DTYPES:
+        exact = product(rows, b, None).float()
+        flat = _finish(exact, a_scale.reshape(-1, 1), b_scale.reshape(1, -1), bias, out_dtype)
+    else:
+        row_scale = a_scale.reshape(()) if a_scale.numel() == 1 else a_scale.reshape(-1, 1)
+        column_scale = b_scale.reshape(()) if b_scale.numel() == 1 else b_scale
+        flat = _scaled_mm(rows, b, row_scale, column_scale, bias, out_dtype, use_fast_accum)
     return flat.view(*a.shape[:-1], b.shape[1])
 
 

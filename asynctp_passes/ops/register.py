@@ -7,7 +7,7 @@ shapes: no group need exist, and no guard is added.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asynctp_passes.ops import reference
 from asynctp_passes.ops.autograd import gradient_of, refuse_lost_gradients
-from asynctp_passes.ops.calls import OPS, SIGNATURES, Call, GatherCall, ReduceCall
+from asynctp_passes.ops.calls import OPS, SIGNATURES, Call, GatherCall, ReduceCall, first_of
 from asynctp_passes.ops.checks import check, check_in_group
 from asynctp_passes.ops.choice import kernels_for
 from asynctp_passes.ops.plain_collectives import gathered_shape
@@ -34,7 +34,7 @@ def _real(op: str) -> Callable[..., Any]:
         call = make(*arguments)
         if torch.is_grad_enabled():
             refuse_lost_gradients(call.biases)
-        return kernels_for(call.first).run(call, check_in_group, program)
+        return kernels_for(first_of(call)).run(call, check_in_group, program)
 
     return real
 
@@ -93,6 +93,22 @@ def register_fused() -> Any:
     for name, schema in OPS.items():
         library.define(name + schema, tags=(torch.Tag.needs_exact_strides,))
         register(library, name, _real(name), _fake(name), *gradient_of(name))
+    return library
+
+
+def define(ops: Mapping[str, tuple[str, Any, Any]], no_gradient: str) -> Any:
+    """Define ops by their schemas, real and fake implementations, whose gradient raises. They live as the library does.
+
+    no_gradient: What that error says.
+    """
+
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise NotImplementedError(no_gradient)
+
+    library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name, (schema, real, fake) in ops.items():
+        library.define(name + schema)
+        register(library, name, real, fake, backward)
     return library
 
 

@@ -4,14 +4,13 @@
 
 All ranks of a group do a graph's deviations, or none. Later they may run unlike graphs all the same. Over symmetric
 memory unlike calls are found where they meet, by the accord in their signatures. Torch's own collectives would add up
-or join what does not belong together, without a word. So on CPUs, where there are no others, each compiled graph has
-this op before it communicates in a group.
+or join what does not belong together, without a word. So on CPUs each compiled graph has this op before it communicates
+in a group.
 
 It costs nothing until the ranks of the group run a graph in which they deviate. From then on a rank counts the
 collectives of the program that its graphs make. Before the nth it says with which accord, and waits for what the
-others say of the nth. Ranks share the collectives, so it does not matter how a rank's graphs are cut. A graph without
-an accord has a check before each collective, one with an accord a check for all of them. It waits in the store of the
-group, as long as a collective would. On GPUs the host is ahead of the collectives, so that it could not tell.
+others say of the nth. Ranks share the collectives, so it does not matter how a rank's graphs are cut. On GPUs the host
+is ahead of the collectives, so that it could not tell.
 
 Importing this module registers the op.
 """
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from asynctp_passes.errors import DisagreementError
-from asynctp_passes.ops.register import register
+from asynctp_passes.ops.register import define
 from asynctp_passes.torch_private import process_groups
 from asynctp_passes.waiting import looks, ranks_named
 
@@ -187,17 +186,5 @@ def _fake(beside: Tensor, accord: int, count: int, group_name: Any) -> Tensor:
     return beside.new_empty((1,), dtype=torch.uint8)
 
 
-def _no_gradient(ctx: Any, *grads: Any) -> None:
-    raise NotImplementedError("asynctp: a check of what ranks run has no gradient")
-
-
-def _register() -> Any:
-    """Define the op. It lives as long as the returned library does."""
-    library: Any = torch.library.Library("asynctp", "FRAGMENT")  # type: ignore[no-untyped-call]
-    group = f"{process_groups.schema_type()} group_name"
-    library.define(f"run_check(Tensor beside, int accord, int count, {group}) -> Tensor")
-    register(library, "run_check", _real, _fake, _no_gradient)
-    return library
-
-
-_LIBRARY = _register()
+_SCHEMA = f"(Tensor beside, int accord, int count, {process_groups.schema_type()} group_name) -> Tensor"
+_LIBRARY = define({"run_check": (_SCHEMA, _real, _fake)}, "asynctp: a check of what ranks run has no gradient")

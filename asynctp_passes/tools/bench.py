@@ -369,7 +369,7 @@ class Call:
                 full, outs = intree.fused_all_gather_matmul(a, self.bs, self.dim, self.group, return_A=returned)
             return [*outs, full] if self.call.return_a_full else list(outs)
         fits = plain and count == 1 and (a.ndim == 2 or not self.scaled)
-        if "reduce_scatter" in self.op and fits and not self.call.given() - SCALES:
+        if "reduce_scatter" in self.op and fits and not signature(self.op).given(self.call) - SCALES:
             how = self.call.reduce_op
             if not self.scaled:
                 return [intree.fused_matmul_reduce_scatter(a, self.bs[0], how, self.dim, self.group)]
@@ -386,7 +386,7 @@ class Call:
             NotImplementedError: The call is more than the sum of one plain matmul.
         """
         plain = self.biases == [None] and not self.scaled and self.a_parts[0].ndim == 2
-        if not plain or self.call.reduce_op != "sum" or self.call.given():
+        if not plain or self.call.reduce_op != "sum" or signature(self.op).given(self.call):
             raise NotImplementedError("only a plain matmul is made in symmetric memory, and summed up")
         shape = (self.a_parts[0].shape[0], self.bs[0].shape[1])
         memory = symmetric_empty(math.prod(shape) * self.out_dtype.itemsize, self.device)

@@ -1,8 +1,5 @@
 """Symmetric memory of one host over POSIX shared memory, for CPU tensors.
 
-`HostSymmetricMemory` is to processes what torch's `_SymmetricMemory` handle is to GPUs (torch has none for CPU): every
-rank's buffer is mapped in every process.
-
 Every file under /dev/shm has a name only from when all ranks are there until all have mapped it, and then lives exactly
 as long as its mappings: a killed process takes its own with it. Its name follows from the meeting, so whichever rank is
 left removes the files of all. `multiprocessing.shared_memory` would hand them to a resource tracker that warns at exit
@@ -18,7 +15,6 @@ import mmap
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -28,19 +24,8 @@ from .errors import SymmetricMemoryError
 from .meeting import Meeting, boot_id, meet
 
 SHARED_FOLDER = Path("/dev/shm")
-_PAGE = mmap.PAGESIZE
-
 PREFIX = "asynctp_"
 _MODE = 0o600  # the user's own
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Facts that a rank tells its peers about the memory that it shares."""
-
-    host: str
-    boot: str
-    buffer_size: int
 
 
 class HostSymmetricMemory:
@@ -54,11 +39,9 @@ class HostSymmetricMemory:
         buffer_ptrs: address of each rank's buffer in this process, in rank order.
     """
 
-    def __init__(self, rank: int, segment: Segment, mappings: Sequence[torch.Tensor]) -> None:
-        self.rank = rank
-        self.world_size = len(mappings)
-        self.buffer_size = segment.buffer_size
-        self._buffers = [m[: self.buffer_size] for m in mappings]
+    def __init__(self, rank: int, buffer_size: int, mappings: Sequence[torch.Tensor]) -> None:
+        self.rank, self.world_size, self.buffer_size = rank, len(mappings), buffer_size
+        self._buffers = [m[:buffer_size] for m in mappings]
         self.buffer_ptrs = [m.data_ptr() for m in mappings]
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
@@ -67,7 +50,11 @@ class HostSymmetricMemory:
         Raises:
             ValueError: the tensor would not fit.
         """
-        return _view(self._buffers[rank], sizes, dtype, storage_offset, f"buffer of rank {rank}")
+        start, size, room = storage_offset * dtype.itemsize, math.prod(sizes) * dtype.itemsize, self.buffer_size
+        if start < 0 or start + size > room:
+            where = f"at {storage_offset} is outside the buffer of rank {rank}, {room} bytes"
+            raise ValueError(f"{list(sizes)} of {dtype} {where}")
+        return self._buffers[rank][start : start + size].view(dtype).view(list(sizes))
 
 
 def rendezvous(group: ProcessGroup, buffer_size: int) -> HostSymmetricMemory:
@@ -86,20 +73,15 @@ def rendezvous(group: ProcessGroup, buffer_size: int) -> HostSymmetricMemory:
     """
     rank = group.rank()
     with meet(group, "rendezvous") as meeting:
-        segment = Segment(host_name(), boot_id(), buffer_size)
-        segments = [Segment(**json.loads(text)) for text in meeting.exchange("segment", json.dumps(asdict(segment)))]
-        _check_agreement(rank, segments)
-        return HostSymmetricMemory(rank, segment, _share(meeting, rank, group.size(), _pages(buffer_size)))
+        told = meeting.exchange("segment", json.dumps([host_name(), boot_id(), buffer_size]))
+        _check_agreement(rank, [json.loads(text) for text in told])
+        pages = max(math.ceil(buffer_size / mmap.PAGESIZE), 1)
+        return HostSymmetricMemory(rank, buffer_size, _share(meeting, rank, group.size(), pages * mmap.PAGESIZE))
 
 
 def host_name() -> str:
     """The name that two processes share exactly when they run on one host."""
     return socket.gethostname()
-
-
-def _pages(size: int) -> int:
-    """`size` rounded up to whole pages, at least one."""
-    return max(math.ceil(size / _PAGE), 1) * _PAGE
 
 
 def _share(meeting: Meeting, rank: int, world: int, size: int) -> list[torch.Tensor]:
@@ -142,29 +124,22 @@ def _map(path: Path, size: int) -> torch.Tensor:
         os.close(fd)
 
 
-def _check_agreement(rank: int, segments: Sequence[Segment]) -> None:
-    for peer, segment in enumerate(segments):
-        if segment.host != segments[rank].host:
+def _check_agreement(rank: int, told: Sequence[tuple[str, str, int]]) -> None:
+    """told: Of each rank its host, the run of that, and the bytes that it asks for."""
+    own_host, own_boot, own_size = told[rank]
+    for peer, (host, boot, size) in enumerate(told):
+        if host != own_host:
             raise SymmetricMemoryError(
-                f"rank {rank} is on host '{segments[rank].host}', rank {peer} on '{segment.host}': "
+                f"rank {rank} is on host '{own_host}', rank {peer} on '{host}': "
                 f"symmetric memory needs all ranks of a group on one host"
             )
-        if segment.boot != segments[rank].boot:
+        if boot != own_boot:
             raise SymmetricMemoryError(
-                f"ranks {rank} and {peer} are on two machines that are both named '{segment.host}': symmetric memory "
+                f"ranks {rank} and {peer} are on two machines that are both named '{host}': symmetric memory "
                 f"needs all ranks of a group on one host; name the machines apart"
             )
-        if segment.buffer_size != segments[rank].buffer_size:
+        if size != own_size:
             raise SymmetricMemoryError(
-                f"rank {rank} asks for {segments[rank].buffer_size} bytes, rank {peer} for {segment.buffer_size}: "
+                f"rank {rank} asks for {own_size} bytes, rank {peer} for {size}: "
                 f"the ranks make calls of different shapes"
             )
-
-
-def _view(
-    memory: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int, what: str
-) -> torch.Tensor:
-    start, count = storage_offset * dtype.itemsize, math.prod(sizes) * dtype.itemsize
-    if start < 0 or start + count > memory.numel():
-        raise ValueError(f"{list(sizes)} of {dtype} at {storage_offset} is outside the {what}, {memory.numel()} bytes")
-    return memory[start : start + count].view(dtype).view(list(sizes))

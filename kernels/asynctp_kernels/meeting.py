@@ -133,6 +133,7 @@ class Meeting:
     Attributes:
         op: named in errors.
         path: under which its messages lie; the same on all ranks, and of no other meeting.
+        processes: of the ranks, in their order.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class Meeting:
         self._inner = 0
         self._topics: list[str] = []
         self._process = Process.own()
+        self.processes: tuple[Process, ...] = ()
 
     # --- meeting --------------------------------------------------------------------------------------------
     def begin(self) -> None:
@@ -166,6 +168,7 @@ class Meeting:
             if time.monotonic() > deadline:
                 raise self._timeout(self._missing(records), "an answer")
             time.sleep(next(pauses))
+        self.processes = tuple(self._process if record is None else record.process for record in records)
         self.path = hashlib.sha256(",".join(map(str, self._seen)).encode()).hexdigest()[:24]
         self.exchange("met", "")  # until all ranks know, none may leave for its next attempt
 
@@ -344,26 +347,20 @@ def meet(group: ProcessGroup, op: str, seconds: float | None = None, remedy: str
         yield member.meeting.inner(op)
         return
     meeting = Meeting(member, group, op, seconds, remedy)
-    with _turn(member, group, meeting):
-        try:
-            meeting.begin()
-            yield meeting
-        except BaseException as error:
-            meeting.fail(error)
-            raise
-        meeting.end()
-
-
-@contextlib.contextmanager
-def _turn(member: _Member, group: ProcessGroup, meeting: Meeting) -> Iterator[None]:
     if not member.turn.acquire(timeout=meeting._seconds):
         raise RuntimeError(
-            f"asynctp: {meeting.op}: another thread of this rank has been in a meeting of group '{group.group_name}' "
-            f"for {meeting._seconds:g} s; let one thread make the first calls of a group"
+            f"asynctp: {op}: another thread of this rank has been in a meeting of group '{group.group_name}' for "
+            f"{meeting._seconds:g} s; let one thread make the first calls of a group"
         )
     try:
         member.owner, member.meeting, member.stopped = threading.get_ident(), meeting, ""
-        yield
+        meeting.begin()
+        yield meeting
+    except BaseException as error:
+        meeting.fail(error)
+        raise
+    else:
+        meeting.end()
     finally:
         member.owner = member.meeting = None
         member.turn.release()
@@ -379,7 +376,10 @@ def stop(group: ProcessGroup, error: BaseException) -> None:
 @functools.cache
 def boot_id() -> str:
     """Tells one run of a machine from all others; empty where the system does not say."""
-    return _text_of(Path("/proc/sys/kernel/random/boot_id"))
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+    except OSError:
+        return ""
 
 
 @functools.cache
@@ -400,13 +400,6 @@ def _start_of(pid: int) -> str | None:
     except OSError:
         return ""
     return None if state in "ZXx" else fields[18]
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text("utf-8").strip()
-    except OSError:
-        return ""
 
 
 def _record_of(rank: int) -> str:

@@ -172,8 +172,6 @@ def scaled_mm(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """`torch._scaled_mm` of 2-D operands, `b` column-major, into `out` if given."""
-    if out is None:
-        return torch._scaled_mm(a, b, a_scale, b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast)
     return torch._scaled_mm(a, b, a_scale, b_scale, bias=bias, out_dtype=out_dtype, use_fast_accum=fast, out=out)
 
 
@@ -182,12 +180,10 @@ def int_mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.
 
     CUDA's takes more than 16 rows, and sizes that are multiples of 8: operands of others are padded.
     """
-    if not a.is_cuda:
-        return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
     (rows, depth), columns = a.shape, b.shape[1]
     more = (max(17, rows) - rows, -depth % 8, -columns % 8)
-    if not any(more):
-        return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
+    if not a.is_cuda or not any(more):
+        return torch._int_mm(a, b, out=out)
     a = torch.nn.functional.pad(a, (0, more[1], 0, more[0]))
     b = torch.nn.functional.pad(b.t(), (0, more[1], 0, more[2])).t()
     found = torch._int_mm(a, b)[:rows, :columns]

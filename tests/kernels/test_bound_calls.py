@@ -31,7 +31,7 @@ from bound import bound, collective, moved_by_op, named_group, operands
 from cuda_stubs import Awaited, Copied, Group, Launched, Machine, gather_call, machine, scatter_call
 from driver_of_c import need_c
 from host_costs import counted
-from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, TENSORWISE, WORLD
+from plan_runs import IMPLEMENTATIONS, OPS, RANK, ROWWISE, TENSORWISE, WORLD
 from plan_runs import op as by_op
 from torch import Tensor
 
@@ -94,10 +94,10 @@ def test_a_bound_call_enqueues_what_the_op_does(case: str, implementation: str, 
         expected, asked = made_by(here, lambda: by_op(here, call))
         one = bound(here, call)
         assert one is not None
-        count = calls.made[call.op, implementation]
+        count = calls.made[OPS[call.kind], implementation]
         found, directly = made_by(here, lambda: one(*operands(call)))
     assert kinds(directly) == kinds(asked) != []
-    assert calls.made[call.op, implementation] == count + 1
+    assert calls.made[OPS[call.kind], implementation] == count + 1
     several = [expected, found] if isinstance(expected, Tensor) else zip(expected, found, strict=True)
     for wanted, given in [several] if isinstance(expected, Tensor) else several:
         assert (wanted.shape, wanted.stride(), wanted.dtype) == (given.shape, given.stride(), given.dtype)
@@ -422,11 +422,11 @@ def made_twice(here: Machine, kind: str) -> tuple[Any, tuple[Any, ...]]:
         return bound(here, call), operands(call)
     large = collective(here, "reduce_scatter", 8, 8)
     if kind == "waited for at once":
-        large = AllReduceCall(large.first, "sum", here.group.group_name)
+        large = AllReduceCall(large[0], "sum", here.group.group_name)
     with mock.patch.object(moves, "register_wait"):
         for _ in range(2):
             moved_by_op(here, large)
-    return cuda.bind(large), (large.first,)
+    return cuda.bind(large), (large[0],)
 
 
 @pytest.mark.thorough
@@ -477,7 +477,7 @@ def test_a_bound_collective_enqueues_what_its_op_does(op: str, way: str, shape: 
         one = cuda.bind(call)
         counted_as = (op, {"direct": "direct", "fused": "copy engine"}[way])
         count = moves.moved[counted_as]
-        found, directly = made_by(here, lambda: one(call.first))
+        found, directly = made_by(here, lambda: one(call[0]))
     assert kinds(directly) == kinds(asked) != []
     assert moves.moved[counted_as] == count + 1
     assert (wanted.shape, wanted.stride(), wanted.dtype) == (found.shape, found.stride(), found.dtype)
@@ -493,7 +493,7 @@ def in_flight(here: Machine) -> tuple[Any, Tensor]:
     with mock.patch.object(moves, "register_wait"):
         for _ in range(2):
             moved_by_op(here, call)
-    return cuda.bind(call), call.first
+    return cuda.bind(call), call[0]
 
 
 def test_the_stream_of_a_wait_comes_after_what_is_in_flight(here: Machine) -> None:
@@ -557,10 +557,10 @@ def test_collectives_are_made_in_c(op: str, way: str, in_c: Machine) -> None:
         for _ in range(2):
             moved_by_op(in_c, call)
         one = cuda.bind(call)
-        given = call.first
+        given = call[0]
         found = counted(lambda: one(given))
         assert (type(one).__name__, found.cost.functions) == ("Call", 0), found.functions
         moves.flying.clear()
         cuda.release(in_c.group)
-        assert one(call.first) is None
+        assert one(call[0]) is None
         assert not one.holds()

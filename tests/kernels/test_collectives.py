@@ -43,7 +43,7 @@ from expecttest import assert_expected_inline
 from ranks import run_ranks
 from torch import Tensor
 
-from asynctp_passes.ops import collectives
+import asynctp_passes.ops  # noqa: F401  (registers the ops)
 from asynctp_passes.ops.calls import signature
 
 RANK, WORLD = 1, 4
@@ -214,7 +214,7 @@ def test_a_gather_that_the_stream_waits_for(kept: bool, here: Machine) -> None:
     call = bulk_call(tensor(1, 24), torch.rand(1, 6), WORLD, kept)
     plan = CopiedGather(call, here.memory)
     here.kernels.clear()
-    found, numbers = plan.run(call.a_shard, None, (), (), (), call.along_shard)
+    found, numbers = plan.run(call.a_shard, (), (), None, (), call.along_shard)
     assert (found.shape, numbers.shape) == ((WORLD, 24), (WORLD, 6))
     streams = [STREAMS[entry.stream] for entry in here.log]
     joined = [entry.event for entry in here.of(Awaited) if entry.stream == MAIN]
@@ -326,7 +326,7 @@ def test_a_call_that_stages_first_waits_for_what_is_in_flight(here: Machine) -> 
     call = gather_call((256,), 512, (512,), kept=True)
     plan = DecomposedGather(call, here.memory)
     here.log.clear()
-    plan.run(call.a_shard, None, call.bs, (), call.biases)
+    plan.run(call.a_shard, call.bs, call.biases, None, (), None)
     stage = next(i for i, entry in enumerate(here.log) if isinstance(entry, Launched))
     assert Awaited(MAIN, done) in here.log[:stage]
 
@@ -596,31 +596,32 @@ def test_what_a_wait_refers_to_is_freed_by_it() -> None:
 
 # --- the ops, over gloo ----------------------------------------------------------------------------------------------
 def ops_on_ranks(rank: int, world: int) -> None:
-    wait, group = torch.ops._c10d_functional.wait_tensor, dist.group.WORLD
+    wait, group, ours = torch.ops._c10d_functional.wait_tensor, dist.group.WORLD, torch.ops.asynctp
     assert group is not None
+    name = group.group_name
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
         shards = [torch.randn(3, 5, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
-        full = wait(collectives.all_gather(shards[rank], group=group))
+        full = wait(ours.all_gather(shards[rank], world, name))
         assert torch.equal(full.float(), torch.cat(shards).float())
     for reduce_op in ("sum", "avg"):
         wholes = [torch.randn(2 * world, 5, generator=torch.Generator().manual_seed(r)) for r in range(world)]
-        out = wait(collectives.reduce_scatter(wholes[rank], group=group, reduce_op=reduce_op))
+        out = wait(ours.reduce_scatter(wholes[rank], reduce_op, world, name))
         total = torch.stack(wholes).sum(0) / (world if reduce_op == "avg" else 1)
         torch.testing.assert_close(out, total[2 * rank : 2 * rank + 2])
 
     for reduce_op in ("sum", "avg", "max", "min"):
         wholes = torch.stack([torch.randn(3, 5, generator=torch.Generator().manual_seed(r)) for r in range(world)])
-        total = wait(collectives.all_reduce(wholes[rank], group=group, reduce_op=reduce_op))
+        total = wait(ours.all_reduce(wholes[rank], reduce_op, name))
         wanted = {"sum": wholes.sum(0), "avg": wholes.mean(0), "max": wholes.amax(0), "min": wholes.amin(0)}
         torch.testing.assert_close(total, wanted[reduce_op])
 
     # Inductor may write to an input as soon as the op has returned
-    for collective in (collectives.all_gather, collectives.reduce_scatter):
+    for gathers in (True, False):
         mine = torch.full((1 << 18, 2), float(rank + 1))
-        flying = collective(mine, group=group)
+        flying = ours.all_gather(mine, world, name) if gathers else ours.reduce_scatter(mine, "sum", world, name)
         mine.fill_(torch.nan)
         total = wait(flying)
-        assert total.sum() == (1 << 19) * (world * (world + 1) / 2 if collective is collectives.all_gather else 1.5)
+        assert total.sum() == (1 << 19) * (world * (world + 1) / 2 if gathers else 1.5)
 
     def program(x: Tensor) -> Tensor:
         name = group.group_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from dataclasses import fields, replace
+import re
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,20 +13,31 @@ from unittest import mock
 import pytest
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.runtime import enroll
-from asynctp_kernels.cuda.runtime.enroll import RankFacts, Settled, settle
+from asynctp_kernels.cuda.runtime.enroll import RankFacts, settle
 from asynctp_kernels.errors import NotEnrolled
 
-ONE = RankFacts("node", "boot", "H200, 132 SMs", "s1", "2.13.0", "3.9.0", "13000", "CUDA", "auto", "none")
+ONE: RankFacts = {
+    "host": "node", "boot": "boot", "gpu": "H200, 132 SMs", "sources": "s1", "torch": "2.13.0", "triton": "3.9.0",
+    "driver": "13000", "backend": "CUDA", "implementation": "auto", "table": "none",
+}  # fmt: skip
 GPU, KEY = "NVIDIA H200", "gather:2:bfloat16:4096:2048"
 
 
 def ranks(*changes: dict[str, str]) -> list[RankFacts]:
-    return [replace(ONE, **change) for change in changes]
+    return [ONE | change for change in changes]
+
+
+def outcome(found: list[RankFacts]) -> str:
+    """What `settle` gives, or raises."""
+    try:
+        return settle(found)
+    except (ValueError, NotEnrolled) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize("world", [2, 8])
 def test_ranks_that_are_alike_are_enrolled(world: int) -> None:
-    assert settle([ONE] * world) == Settled()
+    assert settle([ONE] * world) == ""
 
 
 DIFFERENCES = {
@@ -47,42 +58,41 @@ DIFFERENCES = {
 @pytest.mark.parametrize("fact", DIFFERENCES)
 def test_ranks_that_differ_run_the_plain_program(fact: str) -> None:
     value, said = DIFFERENCES[fact]
-    settled = settle(ranks({}, {fact: value}, {}))
-    assert said in settled.refused
-    assert not settled.error
+    with pytest.raises(NotEnrolled, match=re.escape(said)):
+        settle(ranks({}, {fact: value}, {}))
 
 
 def test_every_fact_matters() -> None:
     """A fact that nobody looks at is no fact."""
-    for fact in fields(RankFacts):
-        assert settle(ranks({}, {fact.name: "another"})) != Settled(), fact.name
+    for fact in ONE:
+        assert outcome(ranks({}, {fact: "another"})) != outcome([ONE, ONE]), fact
 
 
 def test_ranks_that_force_unlike_implementations_all_raise() -> None:
-    settled = settle(ranks({"implementation": "fused"}, {}, {"implementation": "fused", "host": "other"}))
-    assert settled == Settled(
-        error="asynctp: ASYNCTP_CUDA_IMPLEMENTATION differs among the ranks of a group (ranks 0, 2: fused; rank 1: "
-        "auto); set it to one value on all of them, or unset it"
+    found = ranks({"implementation": "fused"}, {}, {"implementation": "fused", "host": "other"})
+    assert outcome(found) == (
+        "ValueError: asynctp: ASYNCTP_CUDA_IMPLEMENTATION differs among the ranks of a group (ranks 0, 2: fused; rank "
+        "1: auto); set it to one value on all of them, or unset it"
     )
 
 
 def test_ranks_that_were_tuned_apart_are_enrolled() -> None:
-    assert settle(ranks({"table": "t1"}, {}, {"table": "t1"})) == Settled(unlike_tables="ranks 0, 2: t1; rank 1: none")
+    assert settle(ranks({"table": "t1"}, {}, {"table": "t1"})) == "ranks 0, 2: t1; rank 1: none"
 
 
 def test_the_result_is_the_same_on_every_rank() -> None:
     """It is a function of what all ranks have: the same list."""
-    for first, second in itertools.combinations([fact.name for fact in fields(RankFacts)], 2):
+    for first, second in itertools.combinations(ONE, 2):
         found = ranks({first: "x"}, {second: "y"}, {})
-        results = [settle([RankFacts.from_json(facts.to_json()) for facts in found]) for _ in found]
+        results = [outcome([json.loads(json.dumps(facts)) for facts in found]) for _ in found]
         assert results == [results[0]] * 3
 
 
 @pytest.mark.parametrize("change", [{"more": "of a later version"}, {"table": None}, {"torch": 3}])
 def test_facts_of_another_version_can_be_read(change: dict[str, Any]) -> None:
-    text = json.dumps({"sources": "another", **change})
-    assert RankFacts.from_json(text).sources == "another"
-    assert settle([ONE, RankFacts.from_json(text)]).refused.startswith("its ranks are on 2 hosts (node, unknown)")
+    other: Any = {"sources": "another", **change}
+    with pytest.raises(NotEnrolled, match=r"^its ranks are on 2 hosts \(node, unknown\)"):
+        settle([ONE, other])
 
 
 def test_facts_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,19 +103,18 @@ def test_facts_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         mock.patch.object(select, "tuned", return_value={GPU: {KEY: {"64": "direct"}}}),
     ):
         facts = enroll.rank_facts(0)
-    assert (facts.gpu, facts.implementation) == (f"{GPU}, 132 SMs, compute capability 9.0", "direct")
-    assert facts.table != "none"
-    assert facts.driver == enroll.UNKNOWN, "that cannot be had is no fault"
-    assert len(facts.sources) == 16
-    assert RankFacts.from_json(facts.to_json()) == facts
+    assert (facts["gpu"], facts["implementation"]) == (f"{GPU}, 132 SMs, compute capability 9.0", "direct")
+    assert facts["table"] != "none"
+    assert facts["driver"] == enroll.UNKNOWN, "that cannot be had is no fault"
+    assert len(facts["sources"]) == 16
+    assert facts.keys() == ONE.keys()
 
 
 def enrolled(*others: dict[str, str]) -> dict[str, Any]:
     """The table of a group whose other ranks differ like that from this one, which was tuned."""
 
     def exchange(topic: str, text: str) -> list[str]:
-        mine = RankFacts.from_json(text)
-        return [text, *(replace(mine, **other).to_json() for other in others)]
+        return [text, *(json.dumps(json.loads(text) | other) for other in others)]
 
     board: Any = SimpleNamespace(exchange=exchange)
     machine = mock.Mock(machine=lambda index: ((9, 0), 132, GPU), IN_ORDER=True)

@@ -23,7 +23,7 @@ from asynctp_kernels.cuda.runtime import edited
 from bound import bound, collective, moved_by_op, named_group, operands
 from cuda_stubs import Machine, gather_call, machine, scatter_call
 from host_costs import Cost, Counted, counted
-from plan_runs import IMPLEMENTATIONS, RANK, ROWWISE, WORLD, arguments_of, at_the_same_place, op
+from plan_runs import IMPLEMENTATIONS, OPS, RANK, ROWWISE, WORLD, arguments_of, at_the_same_place, op
 from torch import Tensor
 
 from asynctp_passes.ops import call_sites
@@ -84,11 +84,12 @@ Call = GatherFacts | ReduceFacts
 
 def site_of(here: Machine, call: Call) -> CallSite:
     """The place in generated code that makes the call, which it has made before."""
-    names = SIGNATURES[call.op].names
+    op = OPS[call.kind]
+    names = SIGNATURES[op].names
     tensors = ("a_shard", "bs", "biases", "a_scale", "b_scales", "along_shard")
     if isinstance(call, ReduceFacts):
         tensors = ("a_parts", "b_parts", "biases", "a_scales", "b_scales", "added")
-    site = CallSite(call.op, dict.fromkeys(set(names) - set(tensors)), tensors)
+    site = CallSite(op, dict.fromkeys(set(names) - set(tensors)), tensors)
     site._bound[()] = bound(here, call)
     assert site._bound[()] is not None
     return site
@@ -218,7 +219,7 @@ def collective_cost(kind: str, implementation: str) -> Cost:
     with machine(RANK, WORLD) as here, named_group(here), cuda.forced(implementation):
         here.kernels, here.edits = {}, True
         call = collective(here, kind, 8, 3, 8)
-        given = call.first
+        given = call[0]
         for _ in range(2):
             moved_by_op(here, call)
         one, wait = cuda.bind(call), WaitSite(False)

@@ -203,7 +203,7 @@ def test_a_shard_with_gaps_is_made_whole_first(here: Machine) -> None:
         plan = gather_plan(call, here, implementation)
         shards, _ = others(call)
         peers_give(here, plan, call, shards, [])
-        out, *gathered = plan.run(call.a_shard, None, call.bs, (), call.biases)
+        out, *gathered = plan.run(call.a_shard, call.bs, call.biases, None, (), None)
         assert torch.equal(out, expected_products(call, torch.cat(shards), None)[0].view(out.shape))
         assert [torch.equal(each, torch.cat(shards)) for each in gathered] == [True] * full
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 import cuda_emulated
 from asynctp_kernels import SymmetricMemoryError, cuda
-from asynctp_kernels.cuda import choices, moves, plan_cache
+from asynctp_kernels.cuda import choices, groups, moves
 from asynctp_kernels.cuda.choose.tiles import MAX_CHUNKS
 from asynctp_kernels.cuda.choose.wire import PUSH, Wire
 from asynctp_kernels.cuda.facts import ReduceFacts, part_rows
@@ -314,7 +314,7 @@ def test_one_plan_for_each_list_of_factors(here: Machine) -> None:
 
 
 def test_one_plan_for_each_shape_and_no_more_than_some(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
+    monkeypatch.setattr(groups, "MAX_PLANS", 3)
     with cuda.forced("direct"):
         for rows in range(1, 9):
             op(here, gather_call((rows,), 64, (72,)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from asynctp_kernels import SymmetricMemoryError
 from asynctp_kernels.cuda.choose.tiles import Tiles
 from asynctp_kernels.cuda.choose.wire import DIRECT, PULL, PUSH
 from asynctp_kernels.cuda.plans import decomposed, direct, fused
-from asynctp_kernels.cuda.runtime import watch
+from asynctp_kernels.cuda.runtime import driver, interpreted, memory, watch
 from asynctp_kernels.cuda.runtime.memory import NO_BOUND
 from cuda_stubs import (
     COPY,
@@ -53,7 +56,7 @@ def test_trace_of_a_gather() -> None:
     with machine(rank=1, world=3) as here:
         call = gather_call((256,), 64, (72,), world=3, kept=True)
         plan = fused.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
-        *_, full = plan.run(call.a_shard, None, call.bs, (), call.biases)
+        *_, full = plan.run(call.a_shard, call.bs, call.biases, None, (), None)
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr(), gathered=full.data_ptr()),
             """\
@@ -80,7 +83,7 @@ def test_trace_of_a_gather_with_scales_and_an_outer_dim() -> None:
     with machine(rank=0, world=2) as here:
         call = gather_call((2, 64), 64, (72,), dim=1, world=2, **ROWWISE, travels=True, kept=True)
         plan = fused.FusedGather(call, here.memory, tiles_of(FP8), 1, SMS)
-        plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
+        plan.run(call.a_shard, call.bs, call.biases, call.a_scale, call.b_scales, None)
         arguments = here.launched("gemm_kernel").arguments
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr(), gathered=arguments["a1"].address, scales=arguments["a_scale1"]),
@@ -107,7 +110,7 @@ def test_trace_of_a_fused_gather_that_pushes() -> None:
     with machine(rank=1, world=4) as here:
         call = gather_call((2, 128), 64, (72,), dim=1, world=4, **ROWWISE, travels=True)
         plan = fused.FusedGather(call, here.memory, tiles_of(FP8), 2, SMS)
-        plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
+        plan.run(call.a_shard, call.bs, call.biases, call.a_scale, call.b_scales, None)
         assert call.a_scale is not None
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr(), scales=call.a_scale.data_ptr()),
@@ -150,7 +153,7 @@ def test_trace_of_a_fused_gather_that_pushes_and_is_kept() -> None:
     with machine(rank=1, world=3) as here:
         call = gather_call((256,), 64, (72,), world=3, full=True)
         plan = fused.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
-        *_, full = plan.run(call.a_shard, None, call.bs, (), call.biases)
+        *_, full = plan.run(call.a_shard, call.bs, call.biases, None, (), None)
         assert here.launched("gemm_kernel").prepared.constants["CLEARS"] is False
         rows = [each.arguments for each in here.of(Launched) if each.prepared.name == "keep_kernel"]
         assert [each["source"] for each in rows] == [1, 2, 0]
@@ -201,7 +204,7 @@ def test_trace_of_the_graph_of_a_gather_that_pushes() -> None:
         call = gather_call((256,), 64, (72,), world=2)
         plan = fused.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
         for _ in range(2):
-            plan.run(call.a_shard, None, call.bs, (), call.biases)
+            plan.run(call.a_shard, call.bs, call.biases, None, (), None)
         assert here.launched("gemm_kernel").arguments["words"] == here.memory.landed.at(0)
         (here.log,) = here.graphs
         assert_expected_inline(
@@ -227,7 +230,7 @@ def test_trace_of_a_gather_that_pushes() -> None:
     with machine(rank=1, world=3) as here:
         call = gather_call((2, 64), 64, (72,), dim=1, world=3, **ROWWISE, travels=True)
         plan = decomposed.DecomposedGather(call, here.memory)
-        plan.run(call.a_shard, call.a_scale, call.bs, call.b_scales, call.biases)
+        plan.run(call.a_shard, call.bs, call.biases, call.a_scale, call.b_scales, None)
         assert call.a_scale is not None
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr(), scales=call.a_scale.data_ptr()),
@@ -267,7 +270,7 @@ main   record last""",
 def test_trace_of_a_gather_that_pushes_and_is_kept() -> None:
     with machine(rank=0, world=2) as here:
         call = gather_call((256,), 64, (72,), world=2, full=True)
-        decomposed.DecomposedGather(call, here.memory).run(call.a_shard, None, call.bs, (), call.biases)
+        decomposed.DecomposedGather(call, here.memory).run(call.a_shard, call.bs, call.biases, None, (), None)
         assert_expected_inline(
             here.trace(own=call.a_shard.data_ptr()),
             """\
@@ -298,7 +301,7 @@ def test_trace_of_a_scatter() -> None:
     with machine(rank=1, world=3) as here:
         call = scatter_call((768,), (64,), 72, world=3)
         plan = fused.FusedScatter(call, here.memory, tiles_of(torch.bfloat16), 2, SMS)
-        plan.run(call.a_parts, call.b_parts, (), (), call.biases)
+        plan.run(call.a_parts, call.b_parts, call.biases, (), (), None)
         staging = here.launched("gemm_kernel").arguments["c0"].address
         assert_expected_inline(
             here.trace(staging=staging),
@@ -345,7 +348,7 @@ def test_trace_of_a_decomposed_scatter() -> None:
     with machine(rank=0, world=2) as here:
         call = scatter_call((256,), (64,), 72, world=2)
         plan = decomposed.DecomposedScatter(call, here.memory)
-        plan.run(call.a_parts, call.b_parts, (), (), call.biases)
+        plan.run(call.a_parts, call.b_parts, call.biases, (), (), None)
         staging = here.launched("reduce_kernel").arguments["own_ptr"]
         assert_expected_inline(
             here.trace(staging=staging),
@@ -375,7 +378,7 @@ main   record last""",
 def test_trace_of_a_direct_call() -> None:
     with machine(rank=0, world=2) as here:
         call = gather_call((256,), 64, (72,), world=2)
-        direct.DirectGather(call, here.memory).run(call.a_shard, None, call.bs, (), call.biases)
+        direct.DirectGather(call, here.memory).run(call.a_shard, call.bs, call.biases, None, (), None)
         assert_expected_inline(
             here.trace(),
             """\
@@ -402,19 +405,19 @@ PLANS: dict[str, Callable[[Machine], Callable[[], object]]] = {
 def _gather_runner(here: Machine, implementation: str, **options: bool) -> Callable[[], object]:
     call = gather_call((192,), 64, (72,), **options)
     plan = gather_plan(call, here, implementation)
-    return lambda: plan.run(call.a_shard, None, call.bs, (), call.biases)
+    return lambda: plan.run(call.a_shard, call.bs, call.biases, None, (), None)
 
 
 def _all_reduce_runner(here: Machine) -> Callable[[], object]:
     call = replace(scatter_call((7,), (64,), 72), scatter_dim=None)
     plan = direct.DirectAllReduce(call, here.memory)
-    return lambda: plan.run(call.a_parts, call.b_parts, (), (), call.biases)
+    return lambda: plan.run(call.a_parts, call.b_parts, call.biases, (), (), None)
 
 
 def _scatter_runner(here: Machine, implementation: str) -> Callable[[], object]:
     call = scatter_call((768,), (64,), 72)
     plan = scatter_plan(call, here, implementation)
-    return lambda: plan.run(call.a_parts, call.b_parts, (), (), call.biases)
+    return lambda: plan.run(call.a_parts, call.b_parts, call.biases, (), (), None)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -455,7 +458,7 @@ def test_staging_comes_first_where_it_does_not_fit_beside_the_gemm() -> None:
             here.registers = registers  # of the staging kernel and of the GEMM
             call = gather_call((512,), 64, (512,), kept=True)
             plan = fused.FusedGather(call, here.memory, Tiles(128, 256, 64, warps=8, stages=3), 2, SMS)
-            plan.run(call.a_shard, None, call.bs, (), call.biases)
+            plan.run(call.a_shard, call.bs, call.biases, None, (), None)
             assert here.launched("stage_kernel").stream == stream
             assert here.launched("gemm_kernel").stream == MAIN
 
@@ -605,3 +608,17 @@ def test_a_failed_group_makes_no_call(here: Machine) -> None:
     for name in ("gather", "scatter"):
         with pytest.raises(SymmetricMemoryError, match=said):
             op(here, SMALL[name]())
+
+
+def test_the_interpreter_has_what_plans_call_of_a_driver() -> None:
+    """`machine.driver` is one of two modules; captures are on GPUs alone."""
+    root = Path(memory.__file__).parents[1]
+    users = [text for path in root.rglob("*.py") if "machine import driver" in (text := path.read_text("utf-8"))]
+    names = {name for text in users for name in re.findall(r"\bdriver\.(\w+)\(", text)}
+    assert len(names) > 15
+    assert {name for name in names if not hasattr(interpreted, name)} == {"capture_id", "wait_event_at_launch"}
+    for name in names - {"MemOps"} & vars(interpreted).keys():
+        theirs, ours = (getattr(module, name) for module in (driver, interpreted))
+        if inspect.isfunction(theirs) and "args" not in inspect.signature(theirs).parameters:
+            needed = [one for one in inspect.signature(theirs).parameters.values() if one.default is one.empty]
+            assert len(needed) == len(inspect.signature(ours).parameters), name

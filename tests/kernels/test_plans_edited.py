@@ -19,8 +19,9 @@ import cuda_emulated
 from asynctp_kernels.cuda.choose.wire import INVARIANT
 from asynctp_kernels.cuda.facts import ReduceFacts
 from asynctp_kernels.cuda.plans import fused
-from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
-from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
+from asynctp_kernels.cuda.plans.gather import GatherTensors
+from asynctp_kernels.cuda.plans.scatter import ScatterTensors
+from asynctp_kernels.cuda.runtime import edited
 from asynctp_kernels.cuda.runtime.driver import CudaError
 from asynctp_kernels.cuda.runtime.edited import Unedited
 from cuda_stubs import (
@@ -212,7 +213,7 @@ def test_trace_of_the_graph_of_a_gather() -> None:
         call = gather_call((256,), 64, (72,), world=2, kept=True)
         plan = fused.FusedGather(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
         for _ in range(2):
-            plan.run(call.a_shard, None, call.bs, (), call.biases)
+            plan.run(call.a_shard, call.bs, call.biases, None, (), None)
         assert here.urgent == [False]
         (here.log,) = here.graphs
         gathered = here.launched("gemm_kernel").arguments["a1"].address
@@ -239,7 +240,7 @@ def test_trace_of_the_graph_of_a_scatter() -> None:
         call = scatter_call((512,), (64,), 72, world=2)
         plan = fused.FusedScatter(call, here.memory, tiles_of(torch.bfloat16), 1, SMS)
         for _ in range(2):
-            plan.run(call.a_parts, call.b_parts, (), (), call.biases)
+            plan.run(call.a_parts, call.b_parts, call.biases, (), (), None)
         (here.log,) = here.graphs
         staging = here.launched("gemm_kernel").arguments["c0"].address
         assert_expected_inline(
@@ -305,11 +306,11 @@ def test_stand_ins_come_in_the_order_of_addresses() -> None:
         biases = [None if none else bias for bias, none in zip(call.biases, missing, strict=True)]
         outs, full = [tensor(4, n) for n in (72, 136, 8)], tensor(4, 4) if missing[0] else None
         for numbers in (None, call.a_scale, tensor(4, 1)):
-            every = (call.a_shard, call.a_scale, call.bs, call.b_scales, biases, numbers, outs, full, numbers)
+            every = (call.a_shard, call.bs, biases, call.a_scale, call.b_scales, numbers, outs, full, numbers)
             check_stand_ins(GatherTensors(*every))
     scatter = scatter_call((768,), (64, 80), 72, dtype=torch.float8_e4m3fn, scales="row", bias=True)
     for added in (None, tensor(768, 72)):
-        operands = (scatter.a_parts, scatter.b_parts, scatter.a_scales, scatter.b_scales, [None, tensor(72)], added)
+        operands = (scatter.a_parts, scatter.b_parts, [None, tensor(72)], scatter.a_scales, scatter.b_scales, added)
         check_stand_ins(ScatterTensors(*operands, tensor(768, 72), tensor(192, 72), [tensor(8)]))
 
 
@@ -317,7 +318,7 @@ def check_stand_ins(made: GatherTensors | ScatterTensors) -> None:
     """Copies in the place of all tensors: the same values, and the addresses of the copies, in order."""
     by_address = {each.data_ptr(): each for each in flat(made)}
     copies = [by_address[address].clone() for address in made.addresses()]
-    moved = made.with_each(copies)
+    moved = edited.with_each(made, copies)
     assert moved.addresses() == tuple(copy.data_ptr() for copy in copies)
     for one, other in zip(flat(made), flat(moved), strict=True):
         assert one is not other
@@ -336,7 +337,7 @@ def test_a_call_in_a_capture_is_enqueued(here: Machine) -> None:
     for capturing, launched in ((7, 0), (7, 0), (0, 0), (0, 1), (7, 1)):
         here.capturing = capturing
         here.log.clear()
-        plan.run(call.a_shard, None, call.bs, (), call.biases)
+        plan.run(call.a_shard, call.bs, call.biases, None, (), None)
         assert here.memory.launched == launched
         assert [entry.prepared.name for entry in here.of(Launched)] == ["stage_kernel", "gemm_kernel"]
 
@@ -377,7 +378,7 @@ def test_a_capture_that_another_thread_breaks_is_made_again(here: Machine, caplo
 
     plan.enqueue = enqueued  # type: ignore[method-assign]
     for launched in (0, 0, 1, 2):
-        plan.run(call.a_shard, None, call.bs, (), call.biases)
+        plan.run(call.a_shard, call.bs, call.biases, None, (), None)
         assert here.memory.launched == launched
     assert caplog.messages == []
 

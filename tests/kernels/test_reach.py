@@ -11,7 +11,6 @@ import torch
 from asynctp_kernels.cuda import groups
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.runtime import enroll
-from asynctp_kernels.cuda.runtime.enroll import RankFacts
 
 
 def seen(visible: str, index: int, apart: tuple[str, ...] = ()) -> str:
@@ -46,7 +45,7 @@ def test_gpus_apart_are_named_apart(apart: tuple[str, ...]) -> None:
 
 # --- the outlook of a group -------------------------------------------------------------------------------------
 def outlook(world: int = 4, gpus: tuple[str, ...] = ("GPU-a", "GPU-b"), **facts: str) -> tuple[str, str]:
-    found = RankFacts(**{"gpu": "H100", "torch": "2.15.0", **facts})
+    found = {"gpu": "H100", "torch": "2.15.0", **facts}
     with (
         mock.patch.object(groups, "rank_facts", return_value=found),
         mock.patch.object(groups, "reached", return_value=gpus),

@@ -546,6 +546,17 @@ def made_late(real: Any) -> Any:
     return rows
 
 
+def landed_is_full() -> Any:
+    """A gather's words of chunks are a scatter's."""
+    real = GroupMemory.__post_init__
+
+    def init(memory: GroupMemory, of_group: Any) -> None:
+        real(memory, of_group)
+        memory.landed, memory.gather_channel = memory.full, memory.scatter_channel
+
+    return mock.patch.object(GroupMemory, "__post_init__", init)
+
+
 FAULTS: dict[str, tuple[str, Spoil]] = {
     "arrival set before the pull": ("pulled fused gather", scripted(gathers, "pull_script", early(Write))),
     "event before the pull": ("pulled decomposed gather", scripted(gathers, "pull_script", early(Record))),
@@ -566,14 +577,8 @@ FAULTS: dict[str, tuple[str, Spoil]] = {
     "fused, pushed after the word": ("fused gather", scripted(gathers, "push_script", early(Post))),
     "GEMM before the push": ("fused gather", heedless("gemm_kernel")),
     "kept before the push": ("fused gather and A", scripted(gathers, "arrived_script", no(Wait))),
-    "LANDED is FULL": (
-        "in flight beside decomposed",
-        lambda: mock.patch.object(GroupMemory, "landed", GroupMemory.full),
-    ),
-    "LANDED is FULL, fused": (
-        "in flight beside fused",
-        lambda: mock.patch.object(GroupMemory, "landed", GroupMemory.full),
-    ),
+    "LANDED is FULL": ("in flight beside decomposed", landed_is_full),
+    "LANDED is FULL, fused": ("in flight beside fused", landed_is_full),
     "pushed beside flights that find no room": (
         "fused gather, no room",
         replaced(gathers, "leaves_room", lambda real: lambda gemm: True),

@@ -11,6 +11,7 @@ import ctypes
 import json
 import mmap
 import os
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from asynctp_kernels.cuda.runtime.driver import Address
 from asynctp_kernels.cuda.runtime.launch import Launch, Tma
 from asynctp_kernels.cuda.runtime.memory import MAX_OWN, MAX_WORLD, Area, GroupMemory
 from asynctp_kernels.errors import TIMEOUT_VARIABLE
+from asynctp_kernels.meeting import Process
 from driver_of_c import DriverOfC
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -194,7 +196,11 @@ class Graph:
         self.native: Any = None
         if not isinstance(edited.native(), str):
             tensors = max(numbers, default=-1) + 1
-            self.native = edited.native().Graph(machine.of_c.table, number, b"", b"", tensors)
+            self.shown = (ctypes.c_uint64 * tensors)()  # the addresses that the graph has
+            at = ctypes.addressof(self.shown)
+            edits = b"".join(struct.pack("4Q", at + 8 * each, 0, each, 0) for each in range(tensors))
+            nodes = struct.pack("4Q", 0, 0, 0, tensors)
+            self.native = edited.native().Graph(machine.of_c.table, number, nodes, edits, tensors)
 
     def launch(self, stream: int, addresses: Sequence[int]) -> None:
         for entry in self.entries:
@@ -318,7 +324,7 @@ class Machine:
 
     def launch(self, executable: int, stream: int) -> None:
         graph = self.executables[executable]
-        graph.launch(stream, graph.native.shown)
+        graph.launch(stream, list(graph.shown))
 
     def new_event(self) -> int:
         self._events += 1
@@ -431,11 +437,10 @@ class Machine:
         """A meeting of all ranks, which have the facts of this one but for their hosts."""
 
         def exchange(topic: str, text: str) -> list[str]:
-            if topic == "processes":  # all ranks are this one
-                return [text] * self.world
             return [json.dumps({**json.loads(text), "host": host}) for host in self.hosts]
 
-        yield SimpleNamespace(exchange=exchange, together=lambda what, do: do())
+        processes = (Process.own(),) * self.world  # all ranks are this one
+        yield SimpleNamespace(exchange=exchange, together=lambda what, do: do(), processes=processes)
 
     # what a test asks
     @property

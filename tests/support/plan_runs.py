@@ -193,7 +193,7 @@ def run_gather(call: GatherFacts, here: Machine, plan: gather.GatherPlan) -> tup
     fresh = replace(call, a_shard=tensor(*call.a_shard.shape, dtype=call.a_shard.dtype))
     shards, scales = others(fresh)
     peers_give(here, plan, call, shards, scales)
-    outs = plan.run(fresh.a_shard, fresh.a_scale, fresh.bs, fresh.b_scales, fresh.biases, fresh.along_shard)
+    outs = plan.run(fresh.a_shard, fresh.bs, fresh.biases, fresh.a_scale, fresh.b_scales, fresh.along_shard)
     full = torch.cat([shard.float() for shard in shards], call.gather_dim).to(call.a_shard.dtype)
     if call.along_shard is not None:
         assert torch.equal(outs.pop(), torch.cat(scales, call.gather_dim))
@@ -344,7 +344,7 @@ def run_scatter(call: ReduceFacts, here: Machine, plan: scatter.ScatterPlan) -> 
         peers_come(here, here.memory.full, for_us, call.wire.signature(PUSH))
     here.kernels["push_reduce_kernel"] = functools.partial(cuda_emulated.landed, parts=for_us)
     here.scattered = for_us
-    out = plan.run(fresh.a_parts, fresh.b_parts, fresh.a_scales, fresh.b_scales, fresh.biases, fresh.added)
+    out = plan.run(fresh.a_parts, fresh.b_parts, fresh.biases, fresh.a_scales, fresh.b_scales, fresh.added)
     total = sum((part.float() for part in for_us), torch.zeros(()))
     return out, (total * (1 / WORLD if call.reduce_op == "avg" else 1)).to(result_dtype(call)), list(mine)
 
@@ -397,10 +397,14 @@ def several(found: Tensor | Sequence[Tensor] | None) -> Sequence[Tensor]:
     return [] if found is None else [found] if isinstance(found, Tensor) else found
 
 
+OPS = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "all_reduce": "matmul_all_reduce"}
+"""By `kind`."""
+
+
 def arguments_of(call: GatherFacts | ReduceFacts, group: Any, world: int = WORLD) -> calls.Call:
     """The call of an op that is run so; of an all-reduce, of rows."""
     arguments = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
-    del arguments["world"], arguments["unknown"]
+    del arguments["world"]
     if not call.b_scales:  # then no other argument of scales is there
         arguments |= {name: None for name in ("a_scale", "a_scales", "b_scales", "out_dtype") if name in arguments}
         arguments["use_fast_accum"] = False
@@ -408,7 +412,10 @@ def arguments_of(call: GatherFacts | ReduceFacts, group: Any, world: int = WORLD
         del arguments["scatter_dim"]
     else:
         arguments["group_size"] = world
-    return calls.signature(call.op).named({**arguments, "group_name": group})
+    op = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "all_reduce": "matmul_all_reduce"}[
+        call.kind
+    ]
+    return calls.signature(op).named({**arguments, "group_name": group})
 
 
 def op(here: Machine, call: GatherFacts | ReduceFacts, check: Callable[[], None] = lambda: None) -> Any:

@@ -418,7 +418,7 @@ class Rank(Machine):
         """A word is set, or a count is not over, of a group that has done all its calls."""
         for here in self.memories:
             local = here.local.clone()
-            for counts in (here.stage_done, here.gather_done, here.scatter_done, here.direct_done):
+            for counts in map(here.done, ("stage", "gather", "scatter", "direct")):
                 local[counts.storage_offset() + 1] = 0  # calls that are over
             words = [local, here.signals.memory.view(torch.int32), here.status]
             if [each.count_nonzero().item() for each in words] != [1, 0, 0]:  # but for the constant 1

@@ -55,7 +55,7 @@ CUDA_ROWS = (
     ("checks",),
     ("plans",),
     ("implementations",),
-    ("choices", "groups", "plan_cache"),
+    ("choices", "groups"),
     ("moves",),
     ("calls",),
     ("bound_calls",),

@@ -1,12 +1,9 @@
 """The fused ops on NVIDIA GPUs: `run` runs a call, `explain` says how.
 
-    calls             run a fused call               groups       the memory of a group
-    bound_calls       one whose plan is found once   plan_cache   plans that were made
-    moves             collectives without a matmul   facts        what decides how a call is run
-    choices           how a call is run, and why     checks       why an implementation cannot run it
-    implementations   the table of all of them
-
-This module only gives their public names.
+calls             run a fused call               groups   the memory of a group, and its plans
+bound_calls       one whose plan is found once   facts    what decides how a call is run
+moves             collectives without a matmul   checks   why an implementation cannot run it
+choices           how a call is run, and why     implementations   the table of all of them
 """
 
 from __future__ import annotations
@@ -29,13 +26,10 @@ from asynctp_kernels.cuda.moves import (
     run_bulk_gather,
     run_bulk_scatter,
 )
-from asynctp_kernels.cuda.plans.collectives import all_gather
-from asynctp_kernels.cuda.runtime import interpreted
 
 __all__ = [
     "Choice",
     "Mover",
-    "all_gather",
     "bind",
     "bound_land",
     "choice_for",
@@ -55,5 +49,5 @@ __all__ = [
     "variant_reason",
 ]
 
-#: programs import them by these names
-sys.modules.update({f"{__name__}.select": select, f"{__name__}.interpreted": interpreted})
+#: programs import it by this name
+sys.modules[f"{__name__}.select"] = select

@@ -22,7 +22,7 @@ from asynctp_kernels.cuda.moves import flying, moved, wait_for
 from asynctp_kernels.cuda.moves import plan_of as plan_of_collective
 from asynctp_kernels.cuda.moves import rows_of as rows_of_shards
 from asynctp_kernels.cuda.plans.collectives import BulkGather, BulkScatter
-from asynctp_kernels.cuda.plans.reference_program import ReferenceProgram
+from asynctp_kernels.cuda.plans.sequential import ReferenceProgram
 from asynctp_kernels.cuda.runtime import edited
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory, existing_memory
@@ -130,7 +130,7 @@ class BoundCollective(Bound):
     def __init__(self, call: Any, memory: GroupMemory, plan: Any) -> None:
         super().__init__(call, memory, plan, moved)
         self._gathers, self._whole = call.op == "all_gather", call.op == "all_reduce"
-        shape = list(call.first.shape)
+        shape = list(call[0].shape)
         if self._gathers:
             shape[0] *= memory.world
         elif not self._whole:
@@ -161,16 +161,16 @@ class BoundCollective(Bound):
             else:
                 flying.add(bulk)
         elif self._gathers:
-            result = fail_group_on_error(memory, plan.run, rows, None, (), (), ())[0].view(self._shape)
+            result = fail_group_on_error(memory, plan.run, rows, (), (), None, (), None)[0].view(self._shape)
         else:
             result = fail_group_on_error(memory, plan.reduce, rows).view(self._shape)
         return result
 
     def in_c(self, call: Any, memory: GroupMemory, plan: Any) -> tuple[Any, ...] | None:
         """Give the fields with which `site.c` makes the call; None where its tensor is copied first."""
-        if not call.first.is_contiguous():
+        if not call[0].is_contiguous():
             return None
-        new = new_tensors(self._shape, call.first.dtype, memory.device)
+        new = new_tensors(self._shape, call[0].dtype, memory.device)
         form = ((0,), (new,), -1, False, False)
         if not isinstance(plan, BulkGather | BulkScatter):
             return self.fields(memory, plan, form, 1)
@@ -211,14 +211,13 @@ class BoundCall(Bound):
             return None
         memory.last_implementation = plan.name
         self._counts[self._counted] += 1
-        scales = b_scales or ()
-        if self._gathers:
-            operands = (a, a_scale, bs, scales, biases, last)
-        elif self._whole:
-            a_parts, bs, a_scales = as_rows(a, bs, a_scale or ())
-            operands = (a_parts, bs, a_scales, scales, biases, None if last is None else flat(last))
-        else:
-            operands = (a, bs, a_scale or (), scales, biases, last)
+        parts = a
+        if not self._gathers:
+            a_scale = a_scale or ()
+        if self._whole:
+            parts, a_scale = as_rows(a, a_scale)
+            last = None if last is None else flat(last)
+        operands = (parts, bs, biases, a_scale, b_scales or (), last)
         found = fail_group_on_error(memory, plan.run, *operands) if self._uses_memory else plan.run(*operands)
         return found.view(*a[0].shape[:-1], found.shape[-1]) if self._whole and a[0].ndim != 2 else found
 

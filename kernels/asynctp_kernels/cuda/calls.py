@@ -1,14 +1,8 @@
 """The fused calls: matmuls with the collective before or after them.
 
 Each has a wire, made of facts that all ranks share (`wire`), and an implementation, which is a rank's own (`select`): a
-plan, or `ReferenceProgram`, by which the op's reference program makes the matmuls, and `moves.Mover` moves the data.
-
-    run ─▶ groups.memory_for ─▶ the plan, found by its key       ─▶ plan.run ─▶ GroupMemory.call ─▶ plan.enqueue
-                                  or made: choices.choice_for,                                   or its graph
-                                  implementations.make_plan
-
-A call is an object with the arguments of its op as attributes (`asynctp_passes.ops.calls`). What decides its plan is
-`facts`.
+plan, or `ReferenceProgram`, by which the op's reference program makes the matmuls, and `moves.Mover` moves the data. A
+call is an object with the arguments of its op as attributes (`asynctp_passes.ops.calls`).
 """
 
 from __future__ import annotations
@@ -22,11 +16,10 @@ from asynctp_kernels.cuda.choices import choice_for
 from asynctp_kernels.cuda.choose import select
 from asynctp_kernels.cuda.choose.wire import INVARIANT
 from asynctp_kernels.cuda.facts import as_rows, facts_of, flat, nonunit
-from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
+from asynctp_kernels.cuda.groups import MISSING, fail_group_on_error, keys_of, memory_for, store_plan
 from asynctp_kernels.cuda.implementations import make_plan
 from asynctp_kernels.cuda.moves import Mover, check_or_skip, check_taking_part
-from asynctp_kernels.cuda.plan_cache import MISSING, keys_of, store_plan
-from asynctp_kernels.cuda.plans.reference_program import ReferenceProgram
+from asynctp_kernels.cuda.plans.sequential import ReferenceProgram
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.torch_private import group_resolver
 
@@ -108,7 +101,7 @@ def _of_gather(call: Any, memory: GroupMemory) -> tuple[Operands, Key]:
     facts = keys_of(a_shard, a_scale, *bs, *b_scales, *biases, along_shard)
     rows = () if call.b_rows is None else tuple(call.b_rows)
     key = (call.values, rows, memory.skipped, select.requested(), *facts)
-    return (a_shard, a_scale, bs, b_scales, biases, along_shard), key
+    return (a_shard, bs, biases, a_scale, b_scales, along_shard), key
 
 
 def _of_reduction(call: Any, memory: GroupMemory) -> tuple[Operands, Key]:
@@ -116,12 +109,12 @@ def _of_reduction(call: Any, memory: GroupMemory) -> tuple[Operands, Key]:
     a_parts, b_parts, a_scales, b_scales = call.a_parts, call.b_parts, call.a_scales or (), call.b_scales or ()
     biases, added = call.biases, call.added
     if call.scatter_dim is None:
-        a_parts, b_parts, a_scales = as_rows(a_parts, b_parts, a_scales)
+        a_parts, a_scales = as_rows(a_parts, a_scales)
         added = None if added is None else flat(added)
     times = nonunit(call.factors) if call.factors else ()
     facts = keys_of(*a_parts, *b_parts, *a_scales, *b_scales, *biases, added)
     key = (call.values, times, memory.skipped, select.requested(), *facts)
-    return (a_parts, b_parts, a_scales, b_scales, biases, added), key
+    return (a_parts, b_parts, biases, a_scales, b_scales, added), key
 
 
 def _plan(call: Any, memory: GroupMemory) -> Any:

@@ -51,18 +51,11 @@ def group_refused(world: int) -> str | None:
     return f"{world} ranks; the overlapped ops run on {WORLD_SIZES.start} to {WORLD_SIZES.stop - 1}"
 
 
-def arguments_are_known(call: Facts) -> str | None:
-    """The kernels know every argument that the call has."""
-    return f"arguments that no kernel knows: {', '.join(call.unknown)}" if call.unknown else None
-
-
 def something_to_multiply(call: Facts) -> str | None:
-    """No operand is empty."""
     return "nothing to multiply" if call.is_empty else None
 
 
 def all_rows_by_each_b(call: GatherFacts) -> str | None:
-    """Every B multiplies all rows of A."""
     return "matmuls of different rows of A" if call.b_rows else None
 
 
@@ -101,13 +94,12 @@ def _refused_by_cublas_blocks(call: Facts, rows: int) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-ANY = (group_has_kernels, arguments_are_known, something_to_multiply)
+ANY = (group_has_kernels, something_to_multiply)
 """What every kernel needs."""
 
 
 # --- of gathers ----------------------------------------------------------------------------------------------------
 def rows_are_gathered(call: GatherFacts) -> str | None:
-    """Each rank's part of A gives rows of the results."""
     if not call.layout.along_last:
         return None
     return "the gathered dim is the contraction dim: every matmul needs all of it"
@@ -142,7 +134,6 @@ def matmul_takes_whole(call: GatherFacts) -> str | None:
 
 
 def chunk_holds_row(call: GatherFacts) -> str | None:
-    """A chunk of the wire has at least one row of A."""
     row = call.layout.cols * call.a_shard.itemsize
     return "a row of A is longer than a chunk" if row > WireChunks(call.layout.rows * row).chunk else None
 
@@ -154,13 +145,11 @@ def gathered_scaled_at_end(call: GatherFacts) -> str | None:
 
 
 def gemm_takes_gathered(call: GatherFacts) -> str | None:
-    """The persistent GEMM takes the operands."""
     return refused_gemm(call.a_shard, call.bs, call.b_scales, call.biases, call.matmul_dtype, [call.layout.cols])
 
 
 # --- of scatters ---------------------------------------------------------------------------------------------------
 def rows_are_scattered(call: ReduceFacts) -> str | None:
-    """A rank's part of the result is a range of rows."""
     return "the scattered dim is the last: a rank's part is not a range of rows" if call.layout.along_last else None
 
 
@@ -172,7 +161,6 @@ def rows_are_divisible(call: ReduceFacts) -> str | None:
 
 
 def rows_for_all(call: ReduceFacts) -> str | None:
-    """Each rank's part of an all-reduce has a row."""
     return None if call.rows >= call.world else f"{call.rows} rows, fewer than {call.world} ranks"
 
 
@@ -228,19 +216,16 @@ def scattered_scaled_at_end(call: ReduceFacts) -> str | None:
 
 
 def only_matmuls_are_summed(call: ReduceFacts) -> str | None:
-    """Nothing else is added to them."""
     return None if call.added is None else "a term that is no matmul"
 
 
 def one_factor(call: ReduceFacts) -> str | None:
-    """All factors are of the sum, or alike."""
     if call.gemm_factor is not None:
         return None
     return "matmuls that are multiplied by numbers before they are added"
 
 
 def gemm_takes_scattered(call: ReduceFacts) -> str | None:
-    """The persistent GEMM takes the operands."""
     depths = [b.shape[0] for b in call.b_parts]
     return refused_gemm(call.a_parts[0], call.b_parts, call.b_scales, call.biases, call.wire_dtype, depths)
 
@@ -257,18 +242,15 @@ def rounded_once(call: ReduceFacts) -> str | None:
 
 
 def sum_without_bias(call: ReduceFacts) -> str | None:
-    """Only a single summand has a bias."""
     if len(call.b_parts) > 1 and any(bias is not None for bias in call.biases):
         return "a bias in a sum of several matmuls"
     return None
 
 
 def a_scales_alike(call: ReduceFacts) -> str | None:
-    """All A scales are single numbers, or all are by rows."""
     modes = {scale_mode(scale) for scale in call.a_scales}
     return "tensorwise and rowwise A scales in one sum" if len(modes) > 1 else None
 
 
 def a_dtypes_alike(call: ReduceFacts) -> str | None:
-    """All As have one dtype."""
     return "As of several dtypes" if len({a.dtype for a in call.a_parts}) > 1 else None

@@ -1,8 +1,7 @@
 """Facts that decide how a call is run: the arguments of its op, the ranks of its group, and what follows from them.
 
 Fields have the names of the op's arguments, whose meaning is told there (`asynctp_passes.ops.calls`). `of` takes them
-from an op's call, which has them as attributes. An optional argument that a call has, and that is no field, is unknown:
-no kernel runs that call (`checks.arguments_are_known`).
+from an op's call, which has them as attributes.
 """
 
 from __future__ import annotations
@@ -20,15 +19,11 @@ from asynctp_kernels.cuda.choose.wire import INVARIANT, Wire
 from asynctp_kernels.cuda.gemm.cublas import Recipe, Scaling, block_recipe
 from asynctp_kernels.shard_layout import ShardLayout, gather_layout, scatter_layout
 
-_NOT_ARGUMENTS = {"world", "unknown"}
-
 
 def _arguments(kind: type[GatherFacts] | type[ReduceFacts], call: Any) -> dict[str, Any]:
-    """The fields of a kind of facts that an op's call gives, and what else it has; optional ones may be None there."""
-    names = {field.name: field.default is not MISSING for field in fields(kind) if field.name not in _NOT_ARGUMENTS}
-    found = {name: getattr(call, name) for name in names}
-    given = {name: value for name, value in found.items() if value is not None or not names[name]}
-    return {**given, "unknown": tuple(sorted(call.given() - names.keys()))}
+    """The fields of a kind of facts that an op's call gives; optional ones may be None there."""
+    found = {field: getattr(call, field.name) for field in fields(kind) if field.name != "world"}
+    return {field.name: value for field, value in found.items() if value is not None or field.default is MISSING}
 
 
 class Piece(NamedTuple):
@@ -44,8 +39,7 @@ class Piece(NamedTuple):
 class GatherFacts:
     """A gather and its matmuls; the tensors stand for all tensors of their shapes, strides and dtypes.
 
-    world: ranks of the group. unknown: arguments that the call has, and that no kernel knows. b_rows: empty where every
-    B takes all rows.
+    world: ranks of the group. b_rows: empty where every B takes all rows.
     """
 
     a_shard: Tensor
@@ -63,7 +57,6 @@ class GatherFacts:
     all_keep: bool | None = None
     accord: int = 0
     b_rows: tuple[int, ...] = ()
-    unknown: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, call: Any, world: int) -> GatherFacts:
@@ -71,18 +64,10 @@ class GatherFacts:
         found = _arguments(cls, call)
         return cls(world=world, **{**found, "b_rows": tuple(found.get("b_rows", ()))})
 
-    def __repr__(self) -> str:
-        return _told(self, [self.a_shard] * max(len(self.bs), 1), self.bs, self.gather_dim)
-
     @property
     def kind(self) -> str:
         """As `Problem.op` says."""
         return "gather"
-
-    @property
-    def op(self) -> str:
-        """Its name, for messages; a call without a matmul is in flight."""
-        return "all_gather_matmul" if self.bs else "all_gather"
 
     @property
     def invariant(self) -> bool:
@@ -196,7 +181,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class ReduceFacts:
-    """Matmuls and the sum of them over ranks; tensors, `world` and `unknown` as of `GatherFacts`.
+    """Matmuls and the sum of them over ranks; tensors and `world` as of `GatherFacts`.
 
     scatter_dim: None of an all-reduce, whose As and what is added are [M, *] here. factors: powers of two, or negatives
     of such; empty: nothing is multiplied. real_rows: of the scattered dimension; zeros are sent after them. None: all.
@@ -217,7 +202,6 @@ class ReduceFacts:
     factors: tuple[float, ...] = ()
     real_rows: int | None = None
     accord: int = 0
-    unknown: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, call: Any, world: int) -> ReduceFacts:
@@ -225,23 +209,14 @@ class ReduceFacts:
         found = _arguments(cls, call)
         found["factors"] = nonunit(call.factors)
         if call.scatter_dim is None:
-            rows = as_rows(call.a_parts, call.b_parts, call.a_scales or ())
-            found |= dict(zip(("a_parts", "b_parts", "a_scales"), rows, strict=True))
+            found["a_parts"], found["a_scales"] = as_rows(call.a_parts, call.a_scales or ())
             found["added"] = None if call.added is None else flat(call.added)
         return cls(world=world, **found)
-
-    def __repr__(self) -> str:
-        return _told(self, self.a_parts, self.b_parts, self.scatter_dim)
 
     @property
     def kind(self) -> str:
         """As `Problem.op` says."""
         return "all_reduce" if self.scatter_dim is None else "scatter"
-
-    @property
-    def op(self) -> str:
-        """Its name, for messages."""
-        return "matmul_all_reduce" if self.scatter_dim is None else "matmul_reduce_scatter"
 
     @property
     def invariant(self) -> bool:
@@ -369,12 +344,9 @@ def part_rows(call: ReduceFacts, rank: int) -> list[tuple[int, int, int]]:
     return [(dst, begins[dst], ends[dst]) for dst in order]
 
 
-def as_rows(
-    a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], a_scales: Sequence[Tensor]
-) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-    """The operands with every A as [M, K], and its scale as one element or a matrix."""
-    scales = [scale if scale.numel() == 1 else flat(scale) for scale in a_scales]
-    return [flat(a) for a in a_parts], b_parts, scales
+def as_rows(a_parts: Sequence[Tensor], a_scales: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Every A as [M, K], and its scale as one element or a matrix."""
+    return [flat(a) for a in a_parts], [scale if scale.numel() == 1 else flat(scale) for scale in a_scales]
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -388,26 +360,6 @@ def nonunit(factors: Sequence[float] | None) -> tuple[float, ...]:
 
 
 Facts = GatherFacts | ReduceFacts
-
-
-def _told(facts: Facts, a_parts: Sequence[Tensor], b_parts: Sequence[Tensor], dim: int | None) -> str:
-    """A call in words: its matmuls' operands, and the options that are not their defaults."""
-    operands = zip(a_parts, b_parts, strict=True) if b_parts else zip(a_parts, strict=True)
-    matmuls = ", ".join(" @ ".join(map(_said, each)) for each in operands)
-    where = "" if dim is None else f" along {dim}"
-    told = {"a_shard", "bs", "a_parts", "b_parts", "gather_dim", "scatter_dim", "world"}
-    rest = [(field.name, getattr(facts, field.name), field.default) for field in fields(facts)]
-    given = [f"{name}={_said(value)}" for name, value, default in rest if name not in told and value is not default]
-    return f"{facts.op} over {facts.world} ranks{where}: {'; '.join([matmuls, *given])}"
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_said, value))}]"
-    if not isinstance(value, Tensor):
-        return str(value).removeprefix("torch.")
-    strides = "" if value.is_contiguous() else f" of strides {list(value.stride())}"
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{strides}"
 
 
 def facts_of(call: Any, world: int) -> Facts:

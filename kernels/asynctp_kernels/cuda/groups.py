@@ -1,14 +1,16 @@
-"""The memory of a process group, or why it has none, and what becomes of it where a call fails."""
+"""The memory of a process group, or why it has none, the plans there, and what becomes of it where a call fails."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from asynctp_kernels.cuda.checks import group_refused
@@ -67,8 +69,8 @@ def memory_outlook(world: int, index: int) -> tuple[str, str]:
     except ValueError as error:
         return str(error), ""
     gpus = reached(index)
-    digest = hashlib.sha256(f"{facts.to_json()} {gpus}".encode()).hexdigest()[:16]
-    return reason, f"{facts.gpu}, one of {len(gpus)} that share memory ({digest})"
+    digest = hashlib.sha256(f"{json.dumps(facts)} {gpus}".encode()).hexdigest()[:16]
+    return reason, f"{facts['gpu']}, one of {len(gpus)} that share memory ({digest})"
 
 
 def _check_device(device: torch.device) -> None:
@@ -90,6 +92,27 @@ def _require_none_forced(reason: str) -> None:
         raise RuntimeError(f"asynctp: implementation {wanted!r} was asked for and cannot run: {reason}")
 
 
+# --- plans: each is made once, for the shapes of a call, and run each time --------------------------------------------
+MAX_PLANS = 1024  # of one group
+#: what a look-up gives where there is no plan; None is one, of a call that is left to NCCL
+MISSING = object()
+
+
+def keys_of(*tensors: Tensor | None) -> list[tuple[Any, ...] | None]:
+    """Each tensor's facts that a plan depends on, and that are checked once a plan."""
+    return [
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors
+    ]
+
+
+def store_plan(memory: GroupMemory, key: object, plan: Any) -> Any:
+    """Remember a plan; with dynamic shapes there are many, so they are all forgotten now and then."""
+    if len(memory.plans) >= MAX_PLANS and not driver.capturing():
+        memory.forget_plans()
+    memory.plans[key] = plan
+    return plan
+
+
 def fail_group_on_error(memory: GroupMemory, do: Callable[..., T], *args: Any) -> T:
     """`do(*args)`, part of a call that uses the group's memory.
 
@@ -103,13 +126,10 @@ def fail_group_on_error(memory: GroupMemory, do: Callable[..., T], *args: Any) -
         memory.fail(error)
         raise error from None
     except BaseException as error:
-        if memory.failure is None and not _harmless(error):
+        harmless = isinstance(error, SymmetricMemoryError) and not isinstance(error, CudaError)
+        if memory.failure is None and not harmless:
             memory.failure = f"{type(error).__name__}: {error}"
         raise
-
-
-def _harmless(error: BaseException) -> bool:
-    return isinstance(error, SymmetricMemoryError) and not isinstance(error, CudaError)
 
 
 def release(group: ProcessGroup) -> None:

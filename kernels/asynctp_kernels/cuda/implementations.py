@@ -15,8 +15,12 @@ from asynctp_kernels.cuda.facts import Facts
 from asynctp_kernels.cuda.plans.decomposed import DecomposedAllReduce, DecomposedGather, DecomposedScatter
 from asynctp_kernels.cuda.plans.direct import DirectAllReduce, DirectGather, DirectScatter
 from asynctp_kernels.cuda.plans.fused import FusedAllReduce, FusedGather, FusedScatter
-from asynctp_kernels.cuda.plans.reference_program import SequentialAllReduce, WholeProgram
-from asynctp_kernels.cuda.plans.sequential import SequentialGather, SequentialScatter
+from asynctp_kernels.cuda.plans.sequential import (
+    SequentialAllReduce,
+    SequentialGather,
+    SequentialScatter,
+    WholeProgram,
+)
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 
 log = logging.getLogger(__name__)
@@ -39,6 +43,6 @@ IMPLEMENTATIONS = offered()
 
 def make_plan(call: Facts, memory: GroupMemory, choice: Choice) -> Any:
     """The plan of a call."""
-    log.debug("%r: %s", call, choice)
+    log.debug("%s: %s", call.wire.told, choice)
     entry = next(each for each in ENTRIES[call.kind] if each.name == choice.implementation)
     return entry.plan(call, memory, choice)

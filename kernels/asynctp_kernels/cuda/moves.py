@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from asynctp_kernels.cuda.choose.wire import DIRECT, INVARIANT, PLAIN
 from asynctp_kernels.cuda.facts import ReduceFacts
 from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.own_matmul import own_matmul
-from asynctp_kernels.cuda.groups import fail_group_on_error, memory_for
-from asynctp_kernels.cuda.plan_cache import MISSING, keys_of, store_plan
+from asynctp_kernels.cuda.groups import MISSING, fail_group_on_error, keys_of, memory_for, store_plan
 from asynctp_kernels.cuda.plans.collectives import (
     Bulk,
     BulkGather,
@@ -38,8 +37,6 @@ from asynctp_kernels.cuda.runtime.watch import LOOK_S
 from asynctp_kernels.torch_private import register_wait
 
 Check = Callable[[], None]
-T = TypeVar("T")
-U = TypeVar("U")
 
 
 class Mover:
@@ -92,8 +89,8 @@ class Mover:
             return self._plainly(shard, row_numbers)
         make: Any = DirectGather if transport == DIRECT else CopiedGather
         key = _key(memory, "gather", flat, self.kept_by_all, self.accord, *keys_of(row))
-        plan = _planned(memory, key, lambda: make(call, memory))
-        whole, *all_row_numbers = fail_group_on_error(memory, plan.run, flat, None, (), (), (), row)
+        plan: Any = memory.plans.get(key) or store_plan(memory, key, fail_group_on_error(memory, make, call, memory))
+        whole, *all_row_numbers = fail_group_on_error(memory, plan.run, flat, (), (), None, (), row)
         joined = whole.view(self.world, *shard.shape)
         return joined, None if row_numbers is None else all_row_numbers[0].view(self.world, *row_numbers.shape)
 
@@ -105,7 +102,7 @@ class Mover:
 
     def scatter(self, blocks: Tensor, reduce_op: str) -> Tensor | None:
         """This rank's part of the sum of all ranks' `blocks` [world, *shape]: [*shape]."""
-        part = self._reduced(blocks, self.world, reduce_op, "reduce_scatter", DirectSum, BulkScatter)
+        part = self._reduced("reduce_scatter", blocks, self.world, reduce_op)
         return None if part is None else part.view(blocks.shape[1:])
 
     def all_reduce(self, partial: Tensor, reduce_op: str, check: Check | None = None) -> Tensor | None:
@@ -113,49 +110,49 @@ class Mover:
 
         check: Validates the call, once a plan.
         """
-        total = self._reduced(partial, 1, reduce_op, "all_reduce", DirectTotal, PushedTotal, check)
+        total = self._reduced("all_reduce", partial, 1, reduce_op, check)
         return None if total is None else total.view(partial.shape)
 
     def _reduced(
-        self,
-        given: Tensor,
-        rows: int,
-        reduce_op: str,
-        kind: str,
-        direct: Callable[[ReduceFacts, GroupMemory], DirectSum | DirectTotal],
-        pushed: type[BulkScatter],
-        check: Check | None = None,
+        self, kind: str, given: Tensor, rows: int, reduce_op: str, check: Check | None = None
     ) -> Tensor | None:
         """This rank's result of the reduction of all ranks' tensors, which are seen as so many rows."""
         memory = memory_for(self.group, given.device)
         if memory is None or given.numel() == 0:
             return None
         seen = given.view(rows, -1)
-
-        def make() -> DirectSum | DirectTotal | BulkScatter | None:
-            return _reduction(memory, scatter_facts(seen, reduce_op, self.world, kind, self.accord), direct, pushed)
-
-        plan = _planned(memory, _key(memory, kind, seen, reduce_op, self.accord), make, check)
-        if plan is None:
-            return None
-        if not isinstance(plan, BulkScatter):
-            return fail_group_on_error(memory, plan.reduce, seen)
+        plan = _reduction(memory, kind, seen, reduce_op, self.accord, check)
+        if plan is None or not isinstance(plan, BulkScatter):
+            return None if plan is None else fail_group_on_error(memory, plan.reduce, seen)
         bulk = fail_group_on_error(memory, plan.start_bulk, seen)
         wait_for(bulk)
         return bulk.result
 
 
 def _reduction(
-    memory: GroupMemory,
-    call: ReduceFacts,
-    direct: Callable[[ReduceFacts, GroupMemory], T],
-    pushed: Callable[[ReduceFacts, GroupMemory], U],
-) -> T | U | None:
-    """The plan of a reduction by its transport: of one of these classes, or None, which leaves it to NCCL."""
-    transport = call.wire.transport(select.requested())
+    memory: GroupMemory, kind: str, seen: Tensor, reduce_op: str, accord: int, check: Check | None, *more: Any
+) -> DirectSum | DirectTotal | BulkScatter | None:
+    """The plan of a reduction of tensors that are `seen` as rows; None of one that is left to NCCL.
+
+    more: What is checked once a plan, besides.
+    """
+    key = _key(memory, kind, seen, reduce_op, accord, *more)
+    plan: Any = memory.plans.get(key, MISSING)
+    if plan is MISSING:
+        if check is not None:
+            check_or_skip(check, memory)
+        call = scatter_facts(seen, reduce_op, memory.world, kind, accord)
+        plan = store_plan(memory, key, fail_group_on_error(memory, _new_reduction, call, memory))
+    return plan  # type: ignore[no-any-return]
+
+
+def _new_reduction(call: ReduceFacts, memory: GroupMemory) -> DirectSum | DirectTotal | BulkScatter | None:
+    transport, scatters = call.wire.transport(select.requested()), call.scatter_dim is not None
     if transport == PLAIN:
         return None
-    return direct(call, memory) if transport == DIRECT else pushed(call, memory)
+    if transport == DIRECT:
+        return (DirectSum if scatters else DirectTotal)(call, memory)
+    return (BulkScatter if scatters else PushedTotal)(call, memory)
 
 
 def _key(memory: GroupMemory, kind: str, rows: Tensor, *facts: Any) -> tuple[Any, ...]:
@@ -165,7 +162,7 @@ def _key(memory: GroupMemory, kind: str, rows: Tensor, *facts: Any) -> tuple[Any
 
 def plan_of(call: Any, memory: GroupMemory) -> Any:
     """The plan of a collective that its op has made: with the op's arguments. None where NCCL made it, or nobody."""
-    tensor = call.first.contiguous()
+    tensor = call[0].contiguous()
     if call.op == "all_reduce":
         return memory.plans.get(_key(memory, call.op, tensor.view(1, -1), call.reduce_op, call.accord))
     how = call.all_keep if call.op == "all_gather" else call.reduce_op
@@ -175,16 +172,6 @@ def plan_of(call: Any, memory: GroupMemory) -> Any:
 def rows_of(tensor: Tensor) -> Tensor:
     """A tensor whose first dimension is cut, of two or more dimensions."""
     return tensor if tensor.ndim > 1 else tensor.unsqueeze(1)
-
-
-def _planned(memory: GroupMemory, key: tuple[Any, ...], make: Callable[[], T], check: Check | None = None) -> T:
-    """The plan of a call without a matmul; None of one that is left to NCCL."""
-    plan: Any = memory.plans.get(key, MISSING)
-    if plan is MISSING:
-        if check is not None:
-            check_or_skip(check, memory)
-        plan = store_plan(memory, key, fail_group_on_error(memory, make))
-    return plan  # type: ignore[no-any-return]
 
 
 def meet(group: ProcessGroup, device: torch.device, accord: int) -> None:
@@ -243,7 +230,7 @@ def run_bulk_gather(
         plan = store_plan(memory, key, fail_group_on_error(memory, make, call, memory))
     memory.last_implementation = plan.name
     if transport == DIRECT:
-        whole: Tensor = fail_group_on_error(memory, plan.run, rows, None, (), (), ())[0]
+        whole: Tensor = fail_group_on_error(memory, plan.run, rows, (), (), None, (), None)[0]
         return whole if shard.ndim > 1 else whole.view(-1)
     bulk: Bulk = fail_group_on_error(memory, plan.start_bulk, rows)
     return _waited(bulk, bulk.result if shard.ndim > 1 else bulk.result.view(-1))
@@ -270,15 +257,11 @@ def run_bulk_scatter(
         return None
     whole = whole.contiguous()
     rows = rows_of(whole)
-
-    def make() -> DirectSum | BulkScatter | None:
-        return _reduction(memory, scatter_facts(rows, reduce_op, memory.world, accord=accord), DirectSum, BulkScatter)
-
-    plan = _planned(memory, _key(memory, "reduce_scatter", rows, reduce_op, accord, group_size), make, check)
+    plan = _reduction(memory, "reduce_scatter", rows, reduce_op, accord, check, group_size)
     if plan is None:
         return None
     memory.last_implementation = plan.name
-    if isinstance(plan, DirectSum):
+    if not isinstance(plan, BulkScatter):
         part: Tensor = fail_group_on_error(memory, plan.reduce, rows)
         return part if whole.ndim > 1 else part.view(-1)
     bulk: Bulk = fail_group_on_error(memory, plan.start_bulk, rows.clone() if copy else rows)

@@ -1,14 +1,6 @@
 """The cost model: how long each implementation takes for a problem, in microseconds.
 
-The terms are named below; their values were measured (`Rates`):
-
-    sequential   matmul + collective                                     NCCL and cuBLAS, nothing overlaps
-    direct       matmul + one-kernel collective                          nothing overlaps, but little latency
-    decomposed   max(copies, matmul in parts) + ends                     cuBLAS per range of a rank's rows
-    fused        max(copies, our matmul) + ends                          one GEMM
-
-An all-reduce is a scatter by one of these, whose sums are shared then (`then_shared`); direct, it is one kernel
-(`direct_all_reduce`), and sequential, one collective of NCCL's (`as_one_all_reduce`).
+What the terms of the implementations are, is said below; their values were measured (`Rates`).
 """
 
 from __future__ import annotations
@@ -236,7 +228,8 @@ def as_one_all_reduce(scatter: Estimate) -> Estimate:
     """The estimate of an all-reduce that starts once: `scatter`, and as many bytes again."""
 
     def estimate(problem: Problem, rates: Rates, sms: int) -> float:
-        return scatter(replace(problem, op="scatter"), rates, sms) + _second_half(problem, rates)
+        second_half = problem.wire_bytes * problem.widened / rates.nccl
+        return scatter(replace(problem, op="scatter"), rates, sms) + second_half
 
     return estimate
 
@@ -244,10 +237,6 @@ def as_one_all_reduce(scatter: Estimate) -> Estimate:
 def direct_all_reduce(problem: Problem, rates: Rates, sms: int) -> float:
     """cuBLAS on the whole and one kernel, which moves what a scatter does, and as many bytes again."""
     return direct(replace(problem, op="scatter"), rates, sms) + problem.wire_bytes / rates.direct
-
-
-def _second_half(problem: Problem, rates: Rates) -> float:
-    return problem.wire_bytes * problem.widened / rates.nccl
 
 
 # --- their terms ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 The transport is settled before, by facts that all ranks share (`wire`): implementations of other transports cannot run.
 Among the others the choice is this rank's own, a function of shapes, strides, dtypes, world size and GPU, never of
-addresses. `Choice` says which was chosen, why, and how much time the others would have taken (`cost`); `ops.explain`
-and the report show it.
+addresses.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -46,10 +46,13 @@ def read(path: Path, implementations: Sequence[str]) -> Table:
     """
     try:
         text = _text(path)
-        loaded = None if text is None else json.loads(text)
+        return {} if text is None else _checked(json.loads(text), implementations)
     except (OSError, ValueError, RecursionError) as error:
-        _refuse(path, _in_one_line(error))
-    return {} if text is None else _checked(path, loaded, implementations)
+        fault = " ".join(str(error).split())[:600]
+        raise ValueError(
+            f"asynctp: {path} is no tuning table ({fault}); delete it, or name another in ASYNCTP_TUNING_TABLE: "
+            f"'asynctp tune' writes it anew"
+        ) from error
 
 
 def merged(first: Table, second: Table) -> Table:
@@ -88,28 +91,30 @@ def _text(path: Path) -> str | None:
     return data.decode("utf-8")
 
 
-def _checked(path: Path, loaded: Any, implementations: Sequence[str]) -> Table:
-    """`loaded`, of which every name and number is one."""
-    for gpu, problems in _entries(path, loaded, (), _is_name, f"the name of a GPU, of 1 to {LONGEST_NAME} characters"):
-        for key, by_rows in _entries(path, problems, (gpu,), _is_key, KEY_FORM):
+def _checked(loaded: Any, implementations: Sequence[str]) -> Table:
+    """`loaded`, of which every name and number is one.
+
+    Raises:
+        ValueError: It is not so. The message names the entry.
+    """
+    for gpu, problems in _entries(loaded, (), _is_name, f"the name of a GPU, of 1 to {LONGEST_NAME} characters"):
+        for key, by_rows in _entries(problems, (gpu,), _is_key, KEY_FORM):
             limit = f"a number of rows, from 1 to {MOST_ROWS}"
-            for rows, given in _entries(path, by_rows, (gpu, key), _is_count, limit):
+            for rows, given in _entries(by_rows, (gpu, key), _is_count, limit):
                 if given not in implementations:
-                    place = _place((gpu, key, rows))
-                    _refuse(path, f"{place} is {_shown(given)}; it must be one of {', '.join(implementations)}")
+                    known = f"one of {', '.join(implementations)}"
+                    raise ValueError(f"{_place((gpu, key, rows))} is {_shown(given)}; it must be {known}")
     found: Table = loaded
     return found
 
 
-def _entries(
-    path: Path, found: Any, place: tuple[str, ...], valid: Callable[[str], bool], limit: str
-) -> list[tuple[str, Any]]:
+def _entries(found: Any, place: Sequence[str], valid: Callable[[str], bool], limit: str) -> list[tuple[str, Any]]:
     """The entries of a JSON object, whose names are `valid`."""
     if not isinstance(found, Mapping):
-        _refuse(path, f"{_place(place)} is {_shown(found)}; it must be a JSON object")
+        raise ValueError(f"{_place(place)} is {_shown(found)}; it must be a JSON object")
     for name in found:
         if not valid(name):
-            _refuse(path, f"{_place(place)} has an entry {_shown(name)}; it must be {limit}")
+            raise ValueError(f"{_place(place)} has an entry {_shown(name)}; it must be {limit}")
     return list(found.items())
 
 
@@ -123,7 +128,7 @@ def _is_key(text: str) -> bool:
 
 
 def _is_count(text: str) -> bool:
-    return len(text) <= LONGEST_NAME and _NUMBER.fullmatch(text) is not None and int(text) <= MOST_ROWS
+    return _NUMBER.fullmatch(text) is not None and int(text) <= MOST_ROWS
 
 
 def _place(keys: Sequence[str]) -> str:
@@ -132,21 +137,5 @@ def _place(keys: Sequence[str]) -> str:
 
 def _shown(value: Any) -> str:
     """A value in a message, cut to what can be read."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        text = f"a {type(value).__name__} of many levels"
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _in_one_line(error: BaseException) -> str:
-    if isinstance(error, RecursionError):
-        return "it has too many levels"
-    return " ".join(str(error).split())[:300]
-
-
-def _refuse(path: Path, fault: str) -> NoReturn:
-    raise ValueError(
-        f"asynctp: {path} is no tuning table ({fault}); delete it, or name another in ASYNCTP_TUNING_TABLE: "
-        f"'asynctp tune' writes it anew"
-    )

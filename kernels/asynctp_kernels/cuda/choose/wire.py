@@ -1,9 +1,5 @@
 """The wire of a call: how its data travels, as a function of facts that all ranks of a group share.
 
-    gather      the bytes of each rank's shard                     → in rank order on every rank
-    reduction   each rank's tensor, in its dtype and element order → a rank's part of the sum, or all of it
-    maximum     each rank's tensor, in its dtype and element order → the largest of each element, or the smallest
-
 Ranks share the collective: its kind, its bytes and dtype, and the group. They need not share anything else: what a rank
 multiplies by, how it views a tensor, whether it multiplies at all. So the transport is chosen here, of these facts
 alone, and what a rank computes beside it (`select`) is its own:

@@ -68,14 +68,14 @@ def matmul(
     if scaling is None:
         if bias is None:
             return _plain(a, b, out)
-        return torch.addmm(bias, a, b) if out is None else torch.addmm(bias, a, b, out=out)
+        return torch.addmm(bias, a, b, out=out)
     assert a_scale is not None
     assert b_scale is not None
     if a.dtype not in FP8_DTYPES:
         return _scaled_after(_plain(a, b, None), bias, a_scale, b_scale, scaling.out_dtype, out)
     row = None if bias is None else bias.reshape(-1)
     if (recipe := block_recipe(a.shape[0], b, a_scale, b_scale)) is not None:
-        scales = _a_blocks(a_scale, recipe[0]), _b_blocks(b_scale, recipe[1])
+        scales = _as_read(a_scale.reshape(-1, a_scale.shape[-1]), recipe[0]), _as_read(b_scale.t(), recipe[1])
         types = _SCALING_TYPES[recipe[0]], _SCALING_TYPES[recipe[1]]
         return scaled_mm_in_blocks(a, b, *scales, types, row, scaling.out_dtype, scaling.fast, out)
     rows, columns = _matching(a_scale, b_scale, a.shape[0], b.shape[1])
@@ -84,9 +84,7 @@ def matmul(
 
 def _plain(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
     """`a @ b` in the operands' dtype, or in int32 of int8."""
-    if a.dtype == torch.int8:
-        return int_mm(a, b, out)
-    return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    return int_mm(a, b, out) if a.dtype == torch.int8 else torch.mm(a, b, out=out)
 
 
 def _own_dtype(a: Tensor) -> torch.dtype:
@@ -136,15 +134,9 @@ def _blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def _a_blocks(scale: Tensor, kind: str) -> Tensor:
-    """Scales of A as cuBLAS wants them: [M, K/128] with its columns contiguous, or so [K/128, M/128], padded."""
-    scale = scale.reshape(-1, scale.shape[-1])
+def _as_read(scale: Tensor, kind: str) -> Tensor:
+    """Scales [M or N, K/128] as cuBLAS wants them: with columns contiguous, or so [K/128, M/128 or N/128], padded."""
     return _columns_first(scale) if kind == "1x128" else _padded_columns(scale.t())
-
-
-def _b_blocks(scale: Tensor, kind: str) -> Tensor:
-    """Scales of B as cuBLAS wants them: [N, K/128] with its columns contiguous, or so [K/128, N/128], padded."""
-    return _columns_first(scale.t()) if kind == "1x128" else _padded_columns(scale)
 
 
 def _columns_first(scale: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class FewRows:
         """call: Examples of the tensors. fast: fp8 sums may be."""
         a, bs, outs, a_scale, b_scales, biases = call.as_read()
         (m, k), widths, out_dtype = a.shape, [b.shape[1] for b in bs], outs[0].dtype
-        programs = driver.processors(a.device.index)
+        programs = driver.machine(a.device.index)[1]
         tiles = INTERPRETED_FEW_ROWS if IS_INTERPRETED else few_rows_tiles(a.itemsize, m, sum(widths), programs)
         absent = MAX_OPERANDS - len(bs)
         self.a_like = describe(a, [m, k], [k, 1], [tiles.block_m, tiles.block_k])

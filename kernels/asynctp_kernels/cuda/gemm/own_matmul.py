@@ -34,7 +34,7 @@ class WholeGemm:
         a, bs, outs, a_scale, b_scales, biases = call
         bs, biases = [aligned_columns(b) for b in bs], dense(biases)
         (m, k), widths, out_dtype = a.shape, [b.shape[1] for b in bs], outs[0].dtype
-        sms, tiles = driver.processors(a.device.index), gemm_tiles(call, fast)
+        sms, tiles = driver.machine(a.device.index)[1], gemm_tiles(call, fast)
         q, pitch = m // chunks, a.stride(0)
         row_tiles = -(-q // tiles.block_m)
         programs = grid(chunks * row_tiles * sum(-(-n // tiles.block_n) for n in widths), sms)
@@ -80,7 +80,7 @@ def gemm_tiles(call: Matrices, fast: bool) -> Tiles:
     if IS_INTERPRETED:
         return INTERPRETED_TILES
     a = call.a
-    sizes = (a.shape[0], sum(b.shape[1] for b in call.bs), a.shape[1], driver.processors(a.device.index))
+    sizes = (a.shape[0], sum(b.shape[1] for b in call.bs), a.shape[1], driver.machine(a.device.index)[1])
     return tiles_for(a.dtype, a.itemsize == 1 and not fast, *sizes, out_itemsize=call.outs[0].itemsize)
 
 
@@ -104,7 +104,7 @@ def own_matmul(call: Matrices, factor: float = 1.0, fast: bool = True) -> OwnMat
     call = call._replace(a=aligned(call.a))
     a, widths = call.a, [b.shape[1] for b in call.bs]
     rounds_alike = factor == 1 and not (call.b_scales and any(bias is not None for bias in call.biases))
-    faster = not driver.IN_ORDER and cublas_is_faster(a.shape[0], widths, driver.processors(a.device.index))
+    faster = not driver.IN_ORDER and cublas_is_faster(a.shape[0], widths, driver.machine(a.device.index)[1])
     if rounds_alike and faster:
         found = alike_matmuls(call, fast, lambda i, made: _is_alike(i, made, call, fast))
         if found is not None:
@@ -116,7 +116,7 @@ def _kernel(call: Matrices, factor: float, fast: bool) -> FewRows | WholeGemm:
     """The faster of our kernels."""
     tiles, columns, a = gemm_tiles(call, fast), sum(b.shape[1] for b in call.bs), call.a
     m, k = a.shape
-    few = few_rows_before(tiles, a.itemsize, m, columns, k, driver.processors(a.device.index))
+    few = few_rows_before(tiles, a.itemsize, m, columns, k, driver.machine(a.device.index)[1])
     kind: type[FewRows] | type[WholeGemm] = FewRows if few else WholeGemm
     return kind(call, factor, fast)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,20 +156,8 @@ def _refused(a: Tensor, bs: Sequence[Tensor], outs: Sequence[Tensor]) -> str | N
     return refused_gemm(a, bs, (), [None] * len(bs), a.dtype, [a.shape[1]])
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """The facts that a kernel is made for."""
-
-    index: int | None
-    rows: int
-    chunks: int
-    k: int
-    pitch: int
-    dtype: torch.dtype
-    bs: tuple[tuple[int, tuple[int, ...]], ...]
-
-
-_plans: dict[_Shape, WholeGemm] = {}
+#: by what a kernel is made for
+_plans: dict[tuple[Any, ...], WholeGemm] = {}
 MAX_PLANS = 256
 
 
@@ -177,10 +165,7 @@ def _one_kernel(
     a: Tensor, bs: Sequence[Tensor], signals: Tensor, pivot: int, value: int, outs: Sequence[Tensor]
 ) -> None:
     call = Matrices(a, [aligned_columns(b) for b in bs], outs)
-    shape = _Shape(
-        a.device.index, a.shape[0], signals.numel(), a.shape[1], a.stride(0), a.dtype,
-        tuple((b.shape[1], b.stride()) for b in call.bs),
-    )  # fmt: skip
+    shape = (a.device, a.shape, a.stride(0), a.dtype, signals.numel(), *((b.shape[1], b.stride()) for b in call.bs))
     plan = _plans.get(shape)
     if plan is None:
         if len(_plans) >= MAX_PLANS:

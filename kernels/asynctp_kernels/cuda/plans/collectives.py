@@ -1,15 +1,9 @@
 """The group's collectives without a matmul, on the same wire as those with one.
 
-    gather     copy stream:  push the shard → keep the own rows → for each source: wait for it, keep it      → done
-               or, where every rank keeps it: stage the shard and keep it, pull the others' shards           → done
-    scatter    copy stream:  push each rank's part into its inbox → wait for reduced                         → done
-               reducer:      wait for all parts (stream memory operations), add → reduced
-    all-reduce a scatter, and then copy stream:  pull all other ranks' sums                                  → done
-
 A rank that multiplies what is gathered, and one that does not, make one call: both push, and each does with what comes
 what it likes. Of few bytes both run the direct kernels (`DirectGather`, `DirectSum`, `DirectTotal`).
 
-Pushed ones return at once, with a result that is complete after `done`: `_c10d_functional.wait_tensor` makes the
+Pushed ones return at once, with a result that is complete after an event: `_c10d_functional.wait_tensor` makes the
 current stream wait for that, as for any functional collective. They leave the SMs to others, but for copies by few CTAs
 and one short kernel that adds. Calls of one group follow each other on its copy stream, whether somebody has waited for
 the earlier ones or not. A CUDA graph is replayed only when nothing is in flight, as for any collective that a graph and
@@ -27,11 +21,9 @@ from asynctp_kernels.cuda.choose.select import WHOLE
 from asynctp_kernels.cuda.choose.tiles import in_blocks
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.plans.direct import DirectAllReduce, DirectScatter
-from asynctp_kernels.cuda.plans.gather import GatherPlan
-from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
+from asynctp_kernels.cuda.plans.gather import GatherPlan, GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, untold
-from asynctp_kernels.cuda.plans.scatter import PushedScatter, WholeScatter
-from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
+from asynctp_kernels.cuda.plans.scatter import PushedScatter, ScatterTensors, WholeScatter
 from asynctp_kernels.cuda.runtime.edited import new_graph
 from asynctp_kernels.cuda.runtime.launch import aligned
 from asynctp_kernels.cuda.runtime.machine import driver
@@ -81,7 +73,7 @@ class BulkGather(GatherPlan):
     def start_bulk(self, shard: Tensor) -> Bulk:
         """Enqueue everything; `shard` [m, *, n] gives [world * m, *, n]."""
         memory, stream = self.memory, driver.current_stream(self.device_index)
-        call = self.with_kernel_layout(self.tensors((shard, None, (), (), (), None)))
+        call = self.with_kernel_layout(self.tensors((shard, (), (), None, (), None)))
         done = memory.fly(stream, self, call, gathers=True)
         (result,) = self.results(call)
         return Bulk(result, call.shard, stream, done)

@@ -29,11 +29,9 @@ from asynctp_kernels.cuda.facts import GatherFacts, Piece, ReduceFacts, part_row
 from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.cublas import matmul, ranges
 from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, own_matmul
-from asynctp_kernels.cuda.plans.gather import GatherPlan
-from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
+from asynctp_kernels.cuda.plans.gather import GatherPlan, GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_event
-from asynctp_kernels.cuda.plans.scatter import PushedScatter
-from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
+from asynctp_kernels.cuda.plans.scatter import PushedScatter, ScatterTensors
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import MAX_CHUNKS, GroupMemory
 from asynctp_kernels.cuda.runtime.script import Await, Step
@@ -147,7 +145,7 @@ class DecomposedScatter(PushedScatter):
             for block in range(outer):
                 part = block * world + dst
                 rows, factors = ([parts[part] for parts in of_ranges] for of_ranges in (operands, scales))
-                matmuls = (rows, call.b_parts, factors, call.b_scales, call.biases, added[part])
+                matmuls = (rows, call.b_parts, call.biases, factors, call.b_scales, added[part])
                 self.add_up(matmuls, places[dst, block], *call.extras)
                 if self.real is not None:
                     self.pad(places[dst, block], self.real - dst * self.layout.inner)
@@ -185,7 +183,7 @@ class DecomposedAllReduce(DecomposedScatter):
         rows = slice(first, end)
         scales = [_of_rows(scale, call.staging.shape[0], first, end) for scale in call.a_scales]
         added = None if call.added is None else call.added[rows]
-        matmuls = ([a[rows] for a in call.a_parts], call.b_parts, scales, call.b_scales, call.biases, added)
+        matmuls = ([a[rows] for a in call.a_parts], call.b_parts, call.biases, scales, call.b_scales, added)
         self.add_up(matmuls, call.staging[rows], *[extra[: end - first] for extra in call.extras])
 
 

@@ -22,10 +22,8 @@ from asynctp_kernels.cuda.choose.wire import DIRECT, EXTREMES
 from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.copy_kernels import push_all_reduce_kernel, push_gather_kernel, push_reduce_kernel
-from asynctp_kernels.cuda.plans.gather import WholeGather
-from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors, ShardSizes
-from asynctp_kernels.cuda.plans.scatter import WholeScatter
-from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
+from asynctp_kernels.cuda.plans.gather import GatherTensors, ShardSizes, WholeGather
+from asynctp_kernels.cuda.plans.scatter import ScatterTensors, WholeScatter
 from asynctp_kernels.cuda.runtime.edited import new_graph
 from asynctp_kernels.cuda.runtime.launch import Launch, align, aligned, grid, prepare
 from asynctp_kernels.cuda.runtime.memory import DIRECT_PROGRAMS, GroupMemory
@@ -67,7 +65,7 @@ class DirectGather(WholeGather):
         numbers = [sizes.units, sizes.row_bytes // sizes.unit_bytes, layout.inner, *counts]
         self.signature = signature = memory.signature(call.wire, DIRECT)
         memory_args = [
-            area.table, words.table, slot, part, scale_offset, memory.epoch, memory.direct_done, memory.doing,
+            area.table, words.table, slot, part, scale_offset, memory.epoch, memory.done("direct"), memory.doing,
             memory.bound, memory.status, signature, signature, memory.rank,
         ]  # fmt: skip
         shard, full = aligned(call.a_shard), self.new_full()
@@ -145,7 +143,7 @@ class DirectScatter(_Direct):
         sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
         args = [
             sent, out, size, layout.cols, layout.inner, area.table.data_ptr(), words.table.data_ptr(),
-            area.size // 2, part, memory.epoch, memory.direct_done, memory.doing, memory.bound, memory.status,
+            area.size // 2, part, memory.epoch, memory.done("direct"), memory.doing, memory.bound, memory.status,
             signature, signature, self.factor, memory.rank,
         ]  # fmt: skip
         constants = {
@@ -184,7 +182,7 @@ class DirectAllReduce(_Direct):
         like = call.a_parts[0].new_empty(self.staging_shape, dtype=dtype)
         args = [
             like, like, size, part, area.table.data_ptr(), words.table.data_ptr(), area.size // 2, part_bytes,
-            memory.epoch, memory.direct_done, memory.doing, memory.bound, memory.status, signature, signature,
+            memory.epoch, memory.done("direct"), memory.doing, memory.bound, memory.status, signature, signature,
             self.factor, memory.rank,
         ]  # fmt: skip
         constants = {

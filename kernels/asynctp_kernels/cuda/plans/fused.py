@@ -32,14 +32,13 @@ from asynctp_kernels.cuda.choose.cost import Estimate
 from asynctp_kernels.cuda.choose.implementation import Check, Choice
 from asynctp_kernels.cuda.choose.tiles import Tiles, cut, cut_own, shares_for
 from asynctp_kernels.cuda.choose.wire import PULL, PUSH
-from asynctp_kernels.cuda.facts import GatherFacts, ReduceFacts
+from asynctp_kernels.cuda.facts import Facts, GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm.arguments import MAX_OPERANDS, CallArguments, GemmArguments
 from asynctp_kernels.cuda.gemm.gemm import b_descriptor, b_scale_mode, prepare_gemm, scale_mode
-from asynctp_kernels.cuda.plans.gather import GatherPlan
-from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
+from asynctp_kernels.cuda.plans.gather import GatherPlan, GatherTensors
 from asynctp_kernels.cuda.plans.gather_transports import GatherPull, GatherPush, GatherTransport, by_word
-from asynctp_kernels.cuda.plans.scatter import PushedScatter
-from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
+from asynctp_kernels.cuda.plans.plan import Plan
+from asynctp_kernels.cuda.plans.scatter import PushedScatter, ScatterTensors
 from asynctp_kernels.cuda.runtime.edited import new_graph
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
@@ -55,14 +54,24 @@ from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.cuda.runtime.script import Record, Step, Wait, Write
 
 
-class FusedGather(GatherPlan):
+class _Fused(Plan):
+    """A plan of one GEMM in tiles, and of copies in chunks."""
+
+    name = "fused"
+    transports = (PUSH, PULL)
+
+    @classmethod
+    def plan(cls, call: Facts, memory: GroupMemory, choice: Choice) -> _Fused:
+        sms = driver.machine(call.device_index)[1]
+        return cls(call, memory, choice.tiles, choice.chunks, sms)  # type: ignore[call-arg]
+
+
+class FusedGather(_Fused, GatherPlan):
     """One GEMM that consumes chunks as they arrive: it polls words, of senders or of the own copy stream.
 
     Pushed chunks it reads in the inbox, pulled ones where the gathered A is returned.
     """
 
-    name = "fused"
-    transports = (PUSH, PULL)
     refuses = (
         *ANY, all_rows_by_each_b, chunk_holds_row, rows_are_gathered, gathered_scaled_at_end, gemm_takes_gathered,
     )  # fmt: skip
@@ -80,11 +89,6 @@ class FusedGather(GatherPlan):
         self.graph = self.transport.new_graph()
         self._compile(call, tiles, programs)
         self.waits_for_in_flight = self.transport.make_room(self.launch)
-
-    @classmethod
-    def plan(cls, call: GatherFacts, memory: GroupMemory, choice: Choice) -> FusedGather:
-        assert choice.tiles is not None
-        return cls(call, memory, choice.tiles, choice.chunks, driver.machine(call.device_index)[1])
 
     def _compile(self, call: GatherFacts, tiles: Tiles, programs: int) -> None:
         memory, layout, transport = self.memory, self.layout, self.transport
@@ -108,7 +112,7 @@ class FusedGather(GatherPlan):
         shares = _shares(tile_count, programs, memory.world)
         args = GemmArguments(
             a=(a_own, a_come), b=b_like, c=c_like, a_scale=(), b_scale=(),
-            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=memory.gather_done,
+            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=memory.done("gather"),
             outer=self.outer, inner=inner, k=(k,), n=self.widths, rank=memory.rank, world=memory.world,
             chunk_size=transport.chunk_rows, own_tiles=1, value=1,
         )  # fmt: skip
@@ -146,14 +150,12 @@ def _tile_count(blocks: int, inner: int, widths: Sequence[int], tiles: Tiles) ->
     return blocks * -(-inner // tiles.block_m) * sum(-(-n // tiles.block_n) for n in widths)
 
 
-class FusedScatter(PushedScatter):
+class FusedScatter(_Fused, PushedScatter):
     """One GEMM; a chunk is pushed when its tiles are counted.
 
     Of several matmuls the sum is in fp32, each scaled before it is added, and rounded once.
     """
 
-    name = "fused"
-    transports = (PUSH, PULL)
     refuses: ClassVar[Sequence[Check]] = (
         *ANY, rows_are_scattered, rows_of_a_contiguous, scattered_scaled_at_end, only_matmuls_are_summed, one_factor,
         gemm_takes_scattered, rounded_once, sum_without_bias, a_scales_alike, a_dtypes_alike,
@@ -172,11 +174,6 @@ class FusedScatter(PushedScatter):
         super().__init__(call, memory, chunks, own, tiles_n, min(beside, BESIDE_WARPS))
         self.graph = new_graph()
         self._compile(call, tiles, programs)
-
-    @classmethod
-    def plan(cls, call: ReduceFacts, memory: GroupMemory, choice: Choice) -> FusedScatter:
-        assert choice.tiles is not None
-        return cls(call, memory, choice.tiles, choice.chunks, driver.machine(call.device_index)[1])
 
     def ready(self, dst: int, chunk: int) -> list[Step]:
         first = dst == (self.memory.rank + 1) % self.memory.world and chunk == 0
@@ -203,7 +200,7 @@ class FusedScatter(PushedScatter):
         shares = _shares(tile_count, programs, memory.world)
         args = GemmArguments(
             a=a_like, b=b_like, c=(c_like,), a_scale=(), b_scale=(),
-            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=memory.scatter_done,
+            bias=[] if bias is None else [bias] * MAX_OPERANDS, words=memory.local, done_ptr=memory.done("scatter"),
             outer=self.outer, inner=inner, k=depths, n=(n,), rank=memory.rank, world=world,
             chunk_size=self.chunks.tiles, own_tiles=self.own.tiles, value=1, real_rows=self.real or 0,
         )  # fmt: skip

@@ -1,14 +1,4 @@
-"""All-gather → matmuls on GPUs: the implementations, one plan each.
-
-    fused        one GEMM starts on the own rows and takes the others' as their chunks arrive       push, pull
-    decomposed   cuBLAS, one matmul per range of a source's rows, after its chunks                 push, pull
-    direct       one kernel pushes and collects all shards, then cuBLAS on the whole                direct
-    sequential   NCCL, then cuBLAS on the whole                                                     plain
-
-The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. By `push` each rank's
-copy engine pushes its shard to where the others' matmuls read it, and nothing is staged; a rank that returns the
-gathered A too has it copied from there. By `pull`, where all ranks return it, each stages its shard, and the others
-pull it to where the result is.
+"""All-gather → matmuls on GPUs: what the plans of all implementations have in common.
 
 A plan computes, beside a transport that brings the others' rows (`gather_transports`), or after one kernel or
 collective. It is made once per (shapes, strides, dtypes, options) and group, and holds everything that does not change:
@@ -19,8 +9,11 @@ its results, copies operands that do not lie as the kernels read them, and enque
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from asynctp_kernels.cuda.checks import gathered_scaled_at_end
@@ -29,12 +22,82 @@ from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.arguments import Matrices
 from asynctp_kernels.cuda.gemm.cublas import matmul
 from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, matmuls_for
-from asynctp_kernels.cuda.plans.gather_tensors import GatherOperands, GatherTensors
 from asynctp_kernels.cuda.plans.plan import Plan
 from asynctp_kernels.cuda.runtime.launch import aligned, aligned_columns, dense
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.torch_private import new_tensors
+
+_UNITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class ShardSizes:
+    """How a rank's shard, and the numbers that go with it, lie in memory.
+
+    Attributes:
+        layout, outer: Of the call.
+        row_bytes, shard_bytes: Of a row of the shard, and of all of it.
+        number_count, number_bytes: Of the numbers that travel with it.
+        unit_bytes, units: Copies by kernels move integers: of so many bytes, so many.
+    """
+
+    def __init__(self, call: GatherFacts) -> None:
+        self.layout, self.outer = call.layout, call.outer
+        self.number_count = 0 if call.row_numbers is None else call.row_numbers.numel()
+        self.number_bytes = self.number_count * 4
+        self.row_bytes = self.layout.cols * call.a_shard.itemsize
+        self.shard_bytes = self.layout.rows * self.row_bytes
+        piece_bytes = self.shard_bytes if self.layout.whole else self.row_bytes
+        self.unit_bytes = next(size for size in (4, 2, 1) if piece_bytes % size == 0)
+        self.units = self.shard_bytes // self.unit_bytes
+
+    def as_units(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor as integers that copies move."""
+        return tensor.view(-1).view(_UNITS[self.unit_bytes])
+
+    def together(self, run: int) -> int:
+        """How many units a copy reads and writes at once, where runs of so many lie one after the other (0: any)."""
+        return math.gcd(16 // self.unit_bytes, run)
+
+
+def block_for(size: int, largest: int, programs: int) -> int:
+    """Units of `size` that one of `programs` moves at a time: many, to hide latency, but work for all programs."""
+    block = largest
+    while block > 512 and size < block * programs:
+        block //= 2
+    return block
+
+
+#: A shard, Bs, biases, A scale, B scales, and what travels along: as `GatherFacts` has them
+GatherOperands = tuple[
+    Tensor, Sequence[Tensor], Sequence[Tensor | None], Tensor | None, Sequence[Tensor], Tensor | None
+]
+
+
+class GatherTensors(NamedTuple):
+    """All memory of one call.
+
+    shard, bs, biases, a_scale, b_scales: the operands.
+    row_numbers: what is gathered with the shard: `a_scale`, or what is only returned.
+    outs: the matmuls. full: the gathered A, where it is returned or multiplied whole. all_row_numbers: the gathered
+    numbers [*, K/128 or 1], where they are.
+    """
+
+    shard: Tensor
+    bs: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    a_scale: Tensor | None
+    b_scales: Sequence[Tensor]
+    row_numbers: Tensor | None
+    outs: list[Tensor]
+    full: Tensor | None
+    all_row_numbers: Tensor | None
+
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of all tensors, in this order."""
+        shard, bs, biases, a_scale, b_scales, row_numbers, outs, full, all_row_numbers = self
+        tensors = (shard, *bs, *biases, a_scale, *b_scales, row_numbers, *outs, full, all_row_numbers)
+        return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
 
 
 class GatherPlan(Plan):
@@ -70,12 +133,11 @@ class GatherPlan(Plan):
 
     def tensors(self, operands: GatherOperands) -> GatherTensors:
         """The operands as they come, and new memory for what a call makes."""
-        a_shard, a_scale, bs, b_scales, biases, along_shard = operands
-        row_numbers = a_scale if self.scale_travels else along_shard
+        row_numbers = operands[3] if self.scale_travels else operands[5]
         all_row_numbers = self.new_numbers() if self.has_numbers else None
         outs = [new() for new in self.new_outs] if self.fills_outs else []
         full = self.new_full() if self.has_full else None
-        every = (a_shard, a_scale, bs, b_scales, biases, row_numbers, outs, full, all_row_numbers)
+        every = (*operands[:5], row_numbers, outs, full, all_row_numbers)
         return tuple.__new__(GatherTensors, every)  # as C makes it
 
     def with_kernel_layout(self, call: GatherTensors) -> GatherTensors:
@@ -112,19 +174,12 @@ class GatherPlan(Plan):
         if self.has_numbers and not self.scale_travels:
             return None
         makers = [*self.new_outs, *[self.new_full] * self.has_full, *([self.new_numbers] if self.has_numbers else [])]
-        operands, returned = (0, 3, 3 if self.scale_travels else 5, 1, 4, 2), len(self.widths) + self.return_a_full
+        operands, returned = (0, 1, 2, 3, 4, 3 if self.scale_travels else 5), len(self.widths) + self.return_a_full
         return operands, tuple(makers), returned, self.waits_for_in_flight, self.reads_landed
 
-    def run(
-        self,
-        a_shard: Tensor,
-        a_scale: Tensor | None,
-        bs: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        along_shard: Tensor | None = None,
-    ) -> list[Tensor]:
-        call = self.tensors((a_shard, a_scale, bs, b_scales, biases, along_shard))
+    def run(self, *operands: Any) -> list[Tensor]:
+        """Make the call. operands: `GatherOperands`."""
+        call = self.tensors(operands)
         self.make(driver.current_stream(self.device_index), call)
         return self.results(call)
 

@@ -13,7 +13,7 @@ from asynctp_kernels.cuda.choose.wire import PULL, PUSH
 from asynctp_kernels.cuda.facts import GatherFacts
 from asynctp_kernels.cuda.gemm.copy_kernels import keep_kernel, stage_kernel
 from asynctp_kernels.cuda.gemm.cublas import ranges
-from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors, ShardSizes, block_for
+from asynctp_kernels.cuda.plans.gather import GatherTensors, ShardSizes, block_for
 from asynctp_kernels.cuda.runtime.edited import PlanGraph, new_graph
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
@@ -255,7 +255,7 @@ class GatherPush(GatherTransport):
         examples = [
             own,
             sizes.as_units(self.new_full()),
-            memory.gather_done,
+            memory.done("gather"),
             *self.keep_sizes,
             memory.rank,
             memory.rank,
@@ -270,7 +270,7 @@ class GatherPush(GatherTransport):
         }
         options = {"num_stages": 1, "maxnreg": BESIDE_REGISTERS}
         self.keep_rows = prepare(keep_kernel, programs, examples, constants, BESIDE_WARPS, **options)
-        self.counts = memory.gather_done.data_ptr()
+        self.counts = memory.done("gather").data_ptr()
 
     def keep(self, side: int, call: GatherTensors) -> None:
         """Enqueue on `side` the copies to the gathered A: of the own rows, and of each source's once they are there."""
@@ -349,7 +349,7 @@ class GatherPull(GatherTransport):
         memory, sizes = self.memory, self.sizes
         # 64 to 128 bytes a thread, which its registers hold. One CTA finds room beside a GEMM's on every SM.
         largest, ctas = (4096, 2) if self.stage_keeps else (8192, 1)
-        most = stage_programs or ctas * driver.processors(call.device_index)
+        most = stage_programs or ctas * driver.machine(call.device_index)[1]
         block = block_for(sizes.units, largest, most)
         programs = grid(-(-sizes.units // block), most)
         shard = kept = sizes.as_units(aligned(call.a_shard))
@@ -361,7 +361,7 @@ class GatherPull(GatherTransport):
         whole = sizes.units % sizes.together(0) == 0
         words = [memory.pads, memory.free.number, memory.landed.number, memory.kernel_bound, memory.status]
         tail: list[Any] = [
-            box, scale_box, memory.stage_done, memory.awaited, sizes.units, sizes.number_count, *words,
+            box, scale_box, memory.done("stage"), memory.awaited, sizes.units, sizes.number_count, *words,
             memory.signature(call.wire, PULL), memory.rank,
         ]  # fmt: skip
         constants = {

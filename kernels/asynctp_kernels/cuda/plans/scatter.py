@@ -1,12 +1,4 @@
-"""Matmuls → reduce-scatter on GPUs: the implementations, one plan each.
-
-    fused        one GEMM stores each rank's rows to local staging and counts finished tiles; the copy engine    push
-                 pushes a chunk as soon as it is complete, other ranks' rows first; the reduction of the own
-                 rows runs on a stream of its own, beside the end of the GEMM
-    decomposed   cuBLAS, one matmul per range of a destination's rows; the copy engine pushes each after its    push
-                 matmul
-    direct       cuBLAS on the whole, then one kernel that pushes and reduces; of all-reduces, too               direct
-    sequential   cuBLAS on the whole, then NCCL                                                                  plain
+"""Matmuls → reduce-scatter or all-reduce on GPUs: what the plans of all implementations have in common.
 
 An all-reduce that is pushed is a scatter of equal runs of bytes, whose sums all ranks share. Each rank adds up its part
 in symmetric memory, too, from where the copy engines of the others pull it to where the result is. That is the place of
@@ -14,10 +6,9 @@ the matmuls: where another rank's sum comes, its part was, and had been sent to 
 in step. Shared slice by slice, while others still push, parts and sums get in each other's way on the links:
 `docs/internals/measurements.md`.
 
-The last column is the transport, which all ranks share (`wire`); the rest is each rank's own. But for NCCL the sum over
-ranks is in fp32, in rank order, rounded once: the same bits in every run. The data on its way has the dtype of the
-program's collective: that of the matmuls, or `sum_dtype`, to which the program converts each matmul, once rounded,
-before it adds them.
+But for NCCL the sum over ranks is in fp32, in rank order, rounded once: the same bits in every run. The data on its way
+has the dtype of the program's collective: that of the matmuls, or `sum_dtype`, to which the program converts each
+matmul, once rounded, before it adds them.
 """
 
 from __future__ import annotations
@@ -25,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +31,6 @@ from asynctp_kernels.cuda.gemm.copy_kernels import reduce_kernel
 from asynctp_kernels.cuda.gemm.cublas import matmul, multiply
 from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul, matmuls_for
 from asynctp_kernels.cuda.plans.plan import Plan
-from asynctp_kernels.cuda.plans.scatter_tensors import Operands, ScatterTensors
 from asynctp_kernels.cuda.runtime.launch import (
     BESIDE_REGISTERS,
     BESIDE_WARPS,
@@ -62,6 +53,35 @@ from asynctp_kernels.cuda.runtime.script import (
 )
 from asynctp_kernels.shard_layout import ShardLayout
 from asynctp_kernels.torch_private import new_tensors
+
+#: As, Bs, biases, A scales, B scales and what is added, as `ReduceFacts` has them
+Operands = tuple[
+    Sequence[Tensor], Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor], Sequence[Tensor], Tensor | None
+]
+
+
+class ScatterTensors(NamedTuple):
+    """All memory of one call: the operands, then what it makes.
+
+    staging: the sum of the matmuls, as the implementation lays it out. out: the result. extras: matmuls apart that
+    are not made in the place of that sum.
+    """
+
+    a_parts: Sequence[Tensor]
+    b_parts: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    a_scales: Sequence[Tensor]
+    b_scales: Sequence[Tensor]
+    added: Tensor | None
+    staging: Tensor
+    out: Tensor
+    extras: list[Tensor]
+
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of all tensors, in this order."""
+        a_parts, b_parts, biases, a_scales, b_scales, added, staging, out, extras = self
+        tensors = (*a_parts, *b_parts, *biases, *a_scales, *b_scales, added, staging, out, *extras)
+        return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
 
 
 class ScatterPlan(Plan):
@@ -123,7 +143,7 @@ class ScatterPlan(Plan):
 
         place, extra: for the sum, and for a matmul apart; made if not given.
         """
-        a_parts, b_parts, a_scales, b_scales, biases, added = operands
+        a_parts, b_parts, biases, a_scales, b_scales, added = operands
         total = place
         for i, a in enumerate(a_parts):
             apart = self.is_apart(i)
@@ -193,18 +213,11 @@ class ScatterPlan(Plan):
         shape = (*lead, self.staging_shape[-1])
         new_out = new_tensors(shape, self.wire_dtype, self.device) if lead else self.new_output
         makers = (new_out, None) if self.in_place else (self.new_staging, new_out)
-        return (5, 0, 1, 3, 4, 2), makers, -2, False, False
+        return (0, 1, 2, 3, 4, 5), makers, -2, False, False
 
-    def run(
-        self,
-        a_parts: Sequence[Tensor],
-        b_parts: Sequence[Tensor],
-        a_scales: Sequence[Tensor],
-        b_scales: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-        added: Tensor | None = None,
-    ) -> Tensor:
-        call = self.tensors((a_parts, b_parts, a_scales, b_scales, biases, added))
+    def run(self, *operands: Any) -> Tensor:
+        """Make the call. operands: `Operands`."""
+        call = self.tensors(operands)
         self.make(driver.current_stream(self.device_index), call)
         return call.out
 
@@ -265,12 +278,13 @@ class PushedScatter(ScatterPlan):
         # Of more ranks they are anyway, and registers would be spilled.
         block = 32 * (BESIDE_WARPS if memory.world <= 4 else warps) * (32 // widest)
         size = self.layout.rows * n
-        programs = grid(-(-size // block), driver.processors(self.device_index))
+        programs = grid(-(-size // block), driver.machine(self.device_index)[1])
         own_size, chunk_size = self.own.rows[0][1] * n, self.wire_chunks.chunk // self.wire_dtype.itemsize
         # elements that are read and written at once: two layouts would need shared memory, which the GEMM may have
         together = math.gcd(16 // widest, own_size if len(self.own) > 1 else 0)
         tiles, own_tiles = sum(self.own.row_tiles) * self.tiles_n, self.own.tiles * self.tiles_n
         sent, out = (call.a_parts[0].new_empty(size, dtype=dtype) for dtype in (self.wire_dtype, self.out_dtype))
+        self.done = memory.done("scatter").data_ptr()
         self.reduce_numbers = [size, own_size, chunk_size, tiles, own_tiles, self.factor, memory.rank]
         args = [sent, sent, out, out, *[memory.local] * 3, *self.reduce_numbers]
         constants = {
@@ -304,7 +318,7 @@ class PushedScatter(ScatterPlan):
                 self.sums,
                 self.counts,
                 memory.full.at(memory.rank),
-                memory.scatter_done.data_ptr(),
+                self.done,
                 *self.reduce_numbers,
             ],
         )
@@ -339,10 +353,10 @@ class WholeScatter(ScatterPlan):
         """The memory of the reduction, whose operand is the sum of the matmuls; or of all, if the matmul is ours."""
         if self.is_ours:
             return super().tensors(operands)
-        a_parts, b_parts, a_scales, b_scales, biases, added = operands
+        a_parts, b_parts, biases, a_scales, b_scales, added = operands
         rows = [a if a.ndim == 2 else a.reshape(-1, a.shape[-1]) for a in a_parts]
         added = None if added is None else added.reshape(self.staging_shape)
-        staging = self.add_up((rows, b_parts, a_scales, b_scales, biases, added))
+        staging = self.add_up((rows, b_parts, biases, a_scales, b_scales, added))
         if self.real is not None:
             self.pad(staging.view(self.outer, -1, staging.shape[-1]), self.real)
         out = staging if self.in_place else self.new_output()

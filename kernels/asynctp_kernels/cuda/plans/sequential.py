@@ -1,4 +1,7 @@
-"""`sequential`: NCCL's collective, and cuBLAS on the whole before or after it; nothing overlaps."""
+"""`sequential`: NCCL's collective, and cuBLAS on the whole before or after it; nothing overlaps.
+
+And in place of a plan, the op's reference program, with the group's wire or without.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,50 @@ from asynctp_kernels.cuda.checks import (
     sums_in_rank_order,
 )
 from asynctp_kernels.cuda.choose import cost
-from asynctp_kernels.cuda.choose.implementation import Check, Choice
-from asynctp_kernels.cuda.choose.wire import PLAIN
+from asynctp_kernels.cuda.choose.cost import Estimate
+from asynctp_kernels.cuda.choose.implementation import Check, Choice, Implementation
+from asynctp_kernels.cuda.choose.select import WHOLE
+from asynctp_kernels.cuda.choose.wire import DIRECT, PLAIN, PULL, PUSH
 from asynctp_kernels.cuda.facts import Facts, GatherFacts, ReduceFacts
 from asynctp_kernels.cuda.gemm.own_matmul import OwnMatmul
-from asynctp_kernels.cuda.plans.gather import WholeGather
-from asynctp_kernels.cuda.plans.gather_tensors import GatherTensors
+from asynctp_kernels.cuda.plans.gather import GatherTensors, WholeGather
 from asynctp_kernels.cuda.plans.plan import Plan
-from asynctp_kernels.cuda.plans.reference_program import SequentialProgram
-from asynctp_kernels.cuda.plans.scatter import WholeScatter
-from asynctp_kernels.cuda.plans.scatter_tensors import ScatterTensors
+from asynctp_kernels.cuda.plans.scatter import ScatterTensors, WholeScatter
 from asynctp_kernels.cuda.runtime.machine import driver
 from asynctp_kernels.cuda.runtime.memory import GroupMemory
 from asynctp_kernels.torch_private import gather_into, scatter_into
+
+
+class ReferenceProgram(Implementation):
+    """A plan that prepares nothing: the op's reference program runs."""
+
+    uses_memory: ClassVar[bool] = False
+
+    def __init__(self, call: Any = None, memory: Any = None) -> None:
+        pass
+
+
+class WholeProgram(ReferenceProgram):
+    """A plan for calls whose matmuls no kernel supports: asynctp moves the data, PyTorch multiplies."""
+
+    name = WHOLE
+    transports = (PUSH, PULL, DIRECT)
+    refuses = (program_may_multiply,)
+
+
+class SequentialProgram(ReferenceProgram):
+    """A plan without asynctp's wire: NCCL moves the data, PyTorch multiplies."""
+
+    name = "sequential"
+    transports = (PLAIN,)
+    estimate: ClassVar[Estimate | None] = cost.sequential
+
+
+class SequentialAllReduce(SequentialProgram):
+    """The same for an all-reduce, which NCCL starts once."""
+
+    refuses = (sums_in_rank_order,)
+    estimate = cost.as_one_all_reduce(cost.sequential)
 
 
 class _Sequential(Plan):
@@ -40,7 +74,7 @@ class _Sequential(Plan):
 
     @classmethod
     def plan(cls, call: Facts, memory: GroupMemory, choice: Choice) -> _Sequential | SequentialProgram:
-        able = call.layout.whole and not driver.IN_ORDER and not call.is_empty and not call.unknown
+        able = call.layout.whole and not driver.IN_ORDER and not call.is_empty
         return cls(call, memory) if able and cls.takes(call) is None else SequentialProgram()  # type: ignore[call-arg]
 
     def make(self, stream: int, call: Any) -> None:

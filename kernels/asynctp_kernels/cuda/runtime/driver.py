@@ -32,7 +32,7 @@ _WAIT_VALUE_32, _WRITE_VALUE_32 = 1, 2
 _WAIT_GEQ, _WAIT_EQ = 0, 1
 _EVENT_DISABLE_TIMING = 2
 _EVENT_WAIT_EXTERNAL = 1
-_CAPTURE_RELAXED = 2
+CAPTURE_RELAXED = 2
 _STREAM_NON_BLOCKING = 1
 _CARVEOUT, _ALL_SHARED = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 
@@ -54,24 +54,17 @@ class _MemOp(ctypes.Structure):
     )
 
 
+_END: dict[str, Any] = {
+    "x": ctypes.c_size_t, "y": ctypes.c_size_t, "type": ctypes.c_uint, "host": ctypes.c_void_p,
+    "device": ctypes.c_uint64, "array": ctypes.c_void_p, "pitch": ctypes.c_size_t,
+}  # fmt: skip
+
+
 class _Copy2D(ctypes.Structure):
     """CUDA_MEMCPY2D."""
 
     _fields_ = (
-        ("src_x", ctypes.c_size_t),
-        ("src_y", ctypes.c_size_t),
-        ("src_type", ctypes.c_uint),
-        ("src_host", ctypes.c_void_p),
-        ("src_device", ctypes.c_uint64),
-        ("src_array", ctypes.c_void_p),
-        ("src_pitch", ctypes.c_size_t),
-        ("dst_x", ctypes.c_size_t),
-        ("dst_y", ctypes.c_size_t),
-        ("dst_type", ctypes.c_uint),
-        ("dst_host", ctypes.c_void_p),
-        ("dst_device", ctypes.c_uint64),
-        ("dst_array", ctypes.c_void_p),
-        ("dst_pitch", ctypes.c_size_t),
+        *((f"{end}_{name}", kind) for end in ("src", "dst") for name, kind in _END.items()),
         ("width", ctypes.c_size_t),
         ("height", ctypes.c_size_t),
     )
@@ -294,15 +287,25 @@ Noted = tuple[Any, Sequence[Any]]
 
 def _last_node(stream: int) -> ctypes.c_void_p:
     """The last node of a stream that is being captured."""
-    status, number, graph, nodes, count = ctypes.c_int(), _u64(), _ref(), ctypes.POINTER(_ref)(), _size()
-    info = (_ref(stream), ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph), ctypes.byref(nodes))
-    if hasattr(library(), "cuStreamGetCaptureInfo_v2"):
-        call("cuStreamGetCaptureInfo_v2", *info, ctypes.byref(count))
-    else:
-        call("cuStreamGetCaptureInfo_v3", *info, None, ctypes.byref(count))
+    nodes, count = ctypes.POINTER(_ref)(), _size()
+    _capture_info(stream, _u64(), _ref(), nodes, count)
     if count.value != 1:
         raise CudaError(f"{count.value} nodes are the last ones of a stream")
     return _ref(nodes[0])
+
+
+def _capture_info(stream: int, number: Any, graph: Any, nodes: Any, count: Any) -> bool:
+    """Whether a stream is being captured: then what is given gets the capture's number, graph and last nodes.
+
+    Raises:
+        CudaError: This driver does not say.
+    """
+    status, found = ctypes.c_int(), [ctypes.byref(each) for each in (number, graph, nodes, count)]
+    if hasattr(library(), "cuStreamGetCaptureInfo_v2"):
+        call("cuStreamGetCaptureInfo_v2", _ref(stream), ctypes.byref(status), *found)
+    else:  # which gives data of edges, too
+        call("cuStreamGetCaptureInfo_v3", _ref(stream), ctypes.byref(status), *found[:3], None, found[3])
+    return bool(status.value)
 
 
 @contextlib.contextmanager
@@ -319,7 +322,7 @@ def captured(stream: int, enqueue: Callable[[int], None]) -> Iterator[tuple[ctyp
     with relaxed_captures():
         try:
             _captures.noted = noted
-            call("cuStreamBeginCapture_v2", _ref(stream), _uint(_CAPTURE_RELAXED))
+            call("cuStreamBeginCapture_v2", _ref(stream), _uint(CAPTURE_RELAXED))
             enqueue(stream)
         except BaseException:  # an interrupt too: while a stream is captured, nobody can synchronize the device
             library().cuStreamEndCapture(_ref(stream), ctypes.byref(graph))  # it fails too, if the capture has
@@ -369,14 +372,9 @@ def _device(index: int) -> ctypes.c_int:
 
 
 def capture_id(stream: int) -> int:
-    """Which CUDA graph capture `stream` is part of; 0 for none. 1 for any, where the driver does not say."""
-    for name, unused in (("cuStreamGetCaptureInfo_v2", 3), ("cuStreamGetCaptureInfo_v3", 4)):
-        if hasattr(library(), name):
-            status, number = ctypes.c_int(), ctypes.c_uint64()
-            query = function(name, *[_ref] * (3 + unused))
-            query(stream, ctypes.byref(status), ctypes.byref(number), *[None] * unused)
-            return number.value if status.value else 0
-    return 1
+    """Which CUDA graph capture `stream` is part of; 0 for none."""
+    number = _u64()
+    return number.value if _capture_info(stream, number, _ref(), ctypes.POINTER(_ref)(), _size()) else 0
 
 
 def exchange_capture_mode(mode: int) -> int:
@@ -392,16 +390,11 @@ def exchange_capture_mode(mode: int) -> int:
 @contextlib.contextmanager
 def relaxed_captures() -> Iterator[None]:
     """Calls of this thread do not break captures of other threads meanwhile."""
-    before = exchange_capture_mode(_CAPTURE_RELAXED)
+    before = exchange_capture_mode(CAPTURE_RELAXED)
     try:
         yield
     finally:
         exchange_capture_mode(before)
-
-
-def relax_captures() -> None:
-    """Calls of this thread do not break captures of other threads from now on."""
-    exchange_capture_mode(_CAPTURE_RELAXED)
 
 
 # --- the device -----------------------------------------------------------------------------------------------------
@@ -423,21 +416,10 @@ def new_stream(device: torch.device, urgent: bool = True) -> int:
     return stream.value
 
 
-def new_torch_stream(device: torch.device) -> torch.cuda.ExternalStream:
-    """Such a stream, for PyTorch's calls."""
-    return torch.cuda.ExternalStream(new_stream(device), device)  # type: ignore[no-untyped-call]
-
-
 #: the handle of the current stream of a GPU; the index of the current GPU; whether a CUDA graph is being captured
 current_stream: Callable[[int], int] = torch_private.current_raw_stream
 current_device: Callable[[], int | None] = torch_private.current_device
 capturing: Callable[[], bool] = torch_private.is_capturing
-
-
-def processors(index: int) -> int:
-    """SMs of GPU `index`."""
-    count: int = torch.cuda.get_device_properties(index).multi_processor_count
-    return count
 
 
 @functools.cache

@@ -38,9 +38,9 @@ import ctypes
 import functools
 import logging
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from triton.runtime import build
@@ -204,18 +204,8 @@ def _copy(node: ctypes.c_void_p, values: Sequence[Any]) -> Node:
     return Node(node.value or 0, ctypes.addressof(params), current_context(), edits, params)
 
 
-class Matmul(Protocol):
-    """A matmul of `cublaslt`."""
-
-    def __call__(self, stream: int, *addresses: int) -> None:
-        """Enqueue it, of tensors at these addresses; 0: there is none."""
-
-    def call(self) -> ctypes.Structure:
-        """The same as `site.c` has it; its last fields are the addresses, all 0 now."""
-
-
-def _matmul(made: Matmul, values: Sequence[Any], when: int) -> Node:
-    """A matmul of cuBLASLt. values: The addresses of its tensors, or 0."""
+def _matmul(made: Any, values: Sequence[Any], when: int) -> Node:
+    """A matmul of cuBLASLt (`cublaslt.Matmul`). values: The addresses of its tensors, or 0."""
     call, size = made.call(), _WORD * len(values)
     words = (ctypes.c_uint64 * len(values)).from_buffer(call, ctypes.sizeof(call) - size)
     places = [ctypes.c_uint64.from_buffer(words, _WORD * place) for place in range(len(values))]
@@ -362,14 +352,16 @@ class StandIn:
         return self._address
 
 
-class Tensors(Protocol):
-    """All memory of one call: a named tuple of tensors, lists of such, and None."""
+def with_each(call: Any, stand_ins: Iterable[Any]) -> Any:
+    """A call's memory, a named tuple of tensors, lists of such, and None, with others in the place of all tensors."""
+    rest = iter(stand_ins)
 
-    def addresses(self) -> tuple[int, ...]:
-        """Addresses of all tensors, in one order for all calls of a plan."""
+    def other(one: Any) -> Any:
+        if isinstance(one, list | tuple):
+            return [other(each) for each in one]
+        return None if one is None else next(rest)
 
-    def with_each(self, stand_ins: Sequence[Any]) -> Any:
-        """The same with others in the place of all tensors, in that order."""
+    return type(call)(*map(other, call))
 
 
 def new_graph() -> PlanGraph | None:
@@ -384,7 +376,7 @@ class PlanGraph:
         self._calls, self._refused = 0, False
         self.graph: EditableGraph | None = None
 
-    def run(self, stream: int, plan: Any, call: Tensors, addresses: tuple[int, ...]) -> None:
+    def run(self, stream: int, plan: Any, call: Any, addresses: tuple[int, ...]) -> None:
         """Make a call on a stream, in its turn: launch the graph, or have the plan enqueue. addresses: The call's."""
         if self.graph is None:
             self._calls += 1
@@ -400,11 +392,10 @@ class PlanGraph:
         else:
             plan.memory.launched += 1
 
-    def _make(self, stream: int, plan: Any, call: Tensors, addresses: Sequence[int]) -> bool:
+    def _make(self, stream: int, plan: Any, call: Any, addresses: Sequence[int]) -> bool:
         """Capture what the plan enqueues; False if it cannot be launched so: nothing of the call has run then."""
         memory = plan.memory
-        stand_ins = [StandIn(number, address) for number, address in enumerate(addresses)]
-        like = call.with_each(stand_ins)
+        like = with_each(call, (StandIn(number, address) for number, address in enumerate(addresses)))
         memory.in_graph = True
         try:
             self.graph = capture(memory.device, stream == memory.stream, lambda at: plan.enqueue(at, like))

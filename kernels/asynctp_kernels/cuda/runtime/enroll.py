@@ -1,14 +1,6 @@
 """A group agrees once, at its first call, on all that decides what travels; else all its ranks run the plain program.
 
-    rank_facts ─▶ RankFacts ─exchange─▶ every rank's ─settle─▶ Settled, the same on every rank ─▶ the table to choose by
-
-| Ranks differ in | What becomes of the group |
-|---|---|
-| the variable that forces an implementation | `ValueError` on every rank |
-| host, GPU, versions | it is not enrolled: all ranks run the plain program, and each warns |
-| what their tuning tables say of their GPU | choices come from the shipped table, and each rank warns |
-
-`settle` looks at nothing but the facts, so that no second exchange is needed to know what the others will do.
+`settle` looks at nothing but the facts of all ranks, so that no second exchange is needed to know what others will do.
 """
 
 from __future__ import annotations
@@ -19,7 +11,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -37,56 +28,8 @@ log = logging.getLogger(__name__)
 UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True)
-class RankFacts:
-    """The facts about one rank, all as text.
-
-    Attributes:
-        host: its name; boot: which run of which machine that is.
-        gpu: model, processors and compute capability.
-        sources: digest of this package's files.
-        torch, triton, driver: versions; the driver's is the newest CUDA version that it knows.
-        backend: torch's symmetric memory for GPUs.
-        implementation: what `ASYNCTP_CUDA_IMPLEMENTATION` forces, or "auto".
-        table: digest of what was tuned for this GPU, or "none".
-    """
-
-    host: str = UNKNOWN
-    boot: str = UNKNOWN
-    gpu: str = UNKNOWN
-    sources: str = UNKNOWN
-    torch: str = UNKNOWN
-    triton: str = UNKNOWN
-    driver: str = UNKNOWN
-    backend: str = UNKNOWN
-    implementation: str = UNKNOWN
-    table: str = UNKNOWN
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> RankFacts:
-        """The facts of a rank that may have another version of this package, which knows more facts, or fewer."""
-        given = json.loads(text)
-        known = {each.name for each in fields(RankFacts)}
-        return RankFacts(**{name: str(value) for name, value in given.items() if name in known})
-
-
-@dataclass(frozen=True)
-class Settled:
-    """The outcome for a group.
-
-    Attributes:
-        error: why nothing can run as asked; every rank raises it.
-        refused: why the group is not enrolled.
-        unlike_tables: which ranks were tuned apart, so that only the shipped table counts.
-    """
-
-    error: str = ""
-    refused: str = ""
-    unlike_tables: str = ""
-
+RankFacts = dict[str, str]
+"""The facts about one rank, as `rank_facts` has them. One of another version of this package knows more, or fewer."""
 
 #: what must be alike for ranks to share memory and kernels, and what to do where it is not
 _REQUIRED = {
@@ -106,56 +49,51 @@ def rank_facts(index: int | None, *, with_table: bool = True) -> RankFacts:
         ValueError: The tuning table is damaged.
     """
     capability, processors, name = driver.machine(index)
-    return RankFacts(
-        host=host_name(),
-        boot=boot_id(),
-        gpu=f"{name}, {processors} SMs, compute capability {'.'.join(map(str, capability))}",
-        sources=sources_digest(),
-        torch=torch.__version__,
-        triton=triton.__version__,
-        driver=_known(driver.driver_version),
-        backend=UNKNOWN if driver.IN_ORDER else _known(symmetric_memory_backend),
-        implementation=os.environ.get(select.VARIABLE, "auto"),
-        table=tables.digest(select.tuned(), name) if with_table else UNKNOWN,
-    )
+    return {
+        "host": host_name(),
+        "boot": boot_id(),  # which run of which machine that is
+        "gpu": f"{name}, {processors} SMs, compute capability {'.'.join(map(str, capability))}",
+        "sources": sources_digest(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "driver": _known(driver.driver_version),  # the newest CUDA version that it knows
+        "backend": UNKNOWN if driver.IN_ORDER else _known(symmetric_memory_backend),
+        "implementation": os.environ.get(select.VARIABLE, "auto"),
+        "table": tables.digest(select.tuned(), name) if with_table else UNKNOWN,
+    }
 
 
-def exchange(board: Meeting, facts: RankFacts) -> list[RankFacts]:
-    """Every rank's facts, in rank order. Collective."""
-    return [RankFacts.from_json(text) for text in board.exchange("facts", facts.to_json())]
+def settle(found: Sequence[RankFacts]) -> str:
+    """Which ranks of a group were tuned apart, so that only the shipped table counts; empty where none were.
 
-
-def settle(found: Sequence[RankFacts]) -> Settled:
-    """The outcome for a group of these ranks."""
-    asked = all(facts.implementation != UNKNOWN for facts in found)  # another version need not tell
+    Raises:
+        ValueError: The ranks force unlike implementations; all of them raise it.
+        NotEnrolled: They differ in what they must share; all of them raise it.
+    """
+    asked = all("implementation" in facts for facts in found)  # another version need not tell
     if asked and (differ := _differ(found, "implementation")):
-        return Settled(
-            error=f"asynctp: {select.VARIABLE} differs among the ranks of a group ({differ}); set it to one value on "
-            f"all of them, or unset it"
+        raise ValueError(
+            f"asynctp: {select.VARIABLE} differs among the ranks of a group ({differ}); set it to one value on all of "
+            f"them, or unset it"
         )
     if refused := _hosts(found) or _versions(found):
-        return Settled(refused=refused)
-    return Settled(unlike_tables=_differ(found, "table"))
+        raise NotEnrolled(refused)
+    return _differ(found, "table")
 
 
 def enroll(board: Meeting, name: str, index: int | None) -> tables.Table:
     """Agree with all ranks of the group `name`; gives the tuning table that all of them choose by. Collective.
 
     Raises:
-        ValueError: The ranks force unlike implementations; all of them raise it.
-        NotEnrolled: They differ in what they must share; all of them raise it.
+        ValueError, NotEnrolled: See `settle`.
     """
-    settled = settle(exchange(board, rank_facts(index)))
-    if settled.error:
-        raise ValueError(settled.error)
-    if settled.refused:
-        raise NotEnrolled(settled.refused)
-    if not settled.unlike_tables:
+    texts = board.exchange("facts", json.dumps(rank_facts(index)))
+    if not (unlike_tables := settle([json.loads(text) for text in texts])):
         return tables.merged(select.shipped(), select.tuned())
     log.warning(
         "group %s chooses implementations by the shipped table alone, as its ranks were tuned apart (digests: %s); let "
         "'asynctp tune' end before a program starts, or name one file in %s on all ranks",
-        *(name, settled.unlike_tables, select.TABLE_VARIABLE),
+        *(name, unlike_tables, select.TABLE_VARIABLE),
     )
     return select.shipped()
 
@@ -192,7 +130,7 @@ def _access(one: int, other: int) -> bool:
 
 def _hosts(found: Sequence[RankFacts]) -> str:
     """Say why ranks of several machines cannot share memory; torch's rendezvous would not."""
-    hosts = sorted({facts.host for facts in found})
+    hosts = sorted({str(facts.get("host", UNKNOWN)) for facts in found})
     if len(hosts) > 1:
         return f"its ranks are on {len(hosts)} hosts ({', '.join(hosts)}), not on one"
     if differ := _differ(found, "boot"):
@@ -211,7 +149,7 @@ def _differ(found: Sequence[RankFacts], fact: str) -> str:
     """The values of a fact, each with its ranks, as "ranks 0, 2: auto; rank 1: fused"; empty where all are alike."""
     ranks: dict[str, list[int]] = {}
     for rank, facts in enumerate(found):
-        ranks.setdefault(getattr(facts, fact), []).append(rank)
+        ranks.setdefault(str(facts.get(fact, UNKNOWN)), []).append(rank)
     if len(ranks) < 2:
         return ""
     each = (f"rank{'s' * (len(of) > 1)} {', '.join(map(str, of))}: {value}" for value, of in ranks.items())

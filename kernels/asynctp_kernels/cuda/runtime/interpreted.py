@@ -33,12 +33,10 @@ PROCESSORS = 3
 
 # --- copies, words, events ----------------------------------------------------------------------------------------
 def copy(dst: int, src: int, size: int, stream: int) -> None:
-    """Copy `size` bytes."""
     ctypes.memmove(dst, src, size)
 
 
 def copy_rows(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:
-    """Copy `height` rows of `width` bytes; pitches are the bytes from one row to the next."""
     for row in range(height):
         ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, width)
 
@@ -97,10 +95,6 @@ def wait_event(stream: int, event: int) -> None:
     """Nothing: work before the event is done."""
 
 
-def wait_event_at_launch(stream: int, event: int) -> None:
-    """Nothing: there are no captures."""
-
-
 # --- the device -----------------------------------------------------------------------------------------------------
 def new_stream(device: torch.device) -> int:
     """All streams are this process."""
@@ -116,10 +110,6 @@ def current_device() -> int | None:
     return None
 
 
-def processors(index: int | None) -> int:
-    return PROCESSORS
-
-
 def machine(index: int | None) -> tuple[tuple[int, int], int, str]:
     """(compute capability that the kernels are written for, SMs, name)."""
     return (9, 0), PROCESSORS, NAME
@@ -127,10 +117,6 @@ def machine(index: int | None) -> tuple[tuple[int, int], int, str]:
 
 def capturing() -> bool:
     return False
-
-
-def capture_id(stream: int) -> int:
-    return 0
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,32 +8,9 @@ graph capture:
               or, in an all-reduce, an inbox and then the own sum, an outbox
     direct    the direct kernels: two slots of landings, epochs               see `copy_kernels`
 
-A box is a bounded buffer of depth one, with an int32 word per peer and direction that a stream can wait for:
-
-    FREE    set at each peer by the rank that has come to a call, to the signature of it, when nobody needs the data in
-            its box any more; cleared by who waits. A call waits for exactly its own signature, of every peer: unlike
-            calls never exchange anything
-    FULL    of a scatter, set at the reader by the rank whose data is there: the number of chunks that are complete;
-            cleared by the reader before its next FREE, which is what the next push needs
-    LANDED  the same of a gather, whose matmuls may begin while a scatter is in flight, but not while a gather is; or,
-            of one that is pulled, and of the sums of an all-reduce, set at every peer by the rank whose outbox is full
-
-    own:   set FREE at every peer; wait FREE(every peer), clear it; meanwhile an own word, `awaited`, has the signature
-           pushed:  push each chunk and set FULL or LANDED at its rank
-           scatter: wait FULL(every peer, chunk) and reduce, chunk by chunk; clear all FULL
-           gather:  wait LANDED(peer, chunk) and multiply or keep, chunk by chunk; clear all LANDED
-           pulled:  fill the outbox, set LANDED at every peer; wait LANDED(peer), clear it, and pull its shard
-           all-reduce: a scatter, then its sum pulled
-
-Data moves after FREE of *every* rank, and each sets that after its last reduction, matmul or copy of what was there
-before. Pushed chunks are cut by the number of bytes alone (`tiles.WireChunks`), so how a rank cuts its copies, what it
-computes and whether it keeps what came are its own.
-
-These words are cleared by their reader, so nothing depends on how often, in which CUDA graph or in which order of
-shapes a call runs, as long as all ranks make the same calls of a group in the same order; that is the rule for every
-collective, and `watch` finds who breaks it. `tests/soundness/test_channel_model.py` explores it exhaustively for calls
-of one group on one stream, some of them in flight; `tests/kernels/test_streams.py` runs plans in orders that are drawn,
-of several streams and groups too.
+A box is a bounded buffer of depth one, whose words (FREE, FULL, LANDED) order all accesses. Each word is cleared by its
+reader, so nothing depends on how often, in which CUDA graph or in which order of shapes a call runs, as long as all
+ranks make the same calls of a group in the same order. `docs/internals/protocol.md` has the words and a call's stages.
 
 What the copy stream waits for are stream memory operations, which need no SM; of the kernel that waits (the reduction),
 one CTA fits beside the GEMM's on every SM.
@@ -43,12 +20,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, astuple, dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -83,6 +59,8 @@ _ARRIVALS = _IDLE + MAX_OWN
 _ONE = _ARRIVALS + MAX_WORLD
 _DOING = _ONE + 4
 _COUNTS = _DOING + 4
+#: that are counted; a stage's kernel runs beside a gather's GEMM
+_KINDS = ("gather", "scatter", "direct", "stage")
 _GRANULE = 1 << 21
 
 
@@ -159,6 +137,12 @@ class GroupMemory:
             group.
         table: measured choices, the same on every rank.
         processes: of the ranks; none where they are not known.
+        full, free, landed, failed: words of each direction. scatter_channel, gather_channel: those of pushed data.
+        progress: address of int32 [world, MAX_OWN], local: finished tiles of chunk (destination, c) of a scatter.
+        idle: of int32 [MAX_OWN] that nobody counts in, for a reduction of what no GEMM makes.
+        arrivals: of int32 [world]: how many chunks of each source have been pulled. one: of a constant 1.
+        doing, awaited: the signature of the direct call under way, and that of the call to which this rank waits for
+            all others to come; 0 for none.
     """
 
     of_group: InitVar[ProcessGroup]
@@ -210,6 +194,14 @@ class GroupMemory:
         self.bound = int(_bound_s(of_group) * 1e9)
         self.kernel_bound = self.bound if driver.IN_ORDER else NO_BOUND  # of waits that the host watches over
         self.pads = self.signals.table
+        self.full, self.free, self.landed, self.failed = (Words(self.signals.peers, i * MAX_WORLD) for i in range(4))
+        start, self.doing, self.awaited = self.local.data_ptr(), self.local[_DOING:], self.local[_DOING + 1 :]
+        self.progress, self.idle = start, start + _IDLE * _WORD
+        self.arrivals, self.one = start + _ARRIVALS * _WORD, start + _ONE * _WORD
+        self.scatter_channel, self.gather_channel = (
+            Channel(self.rank, self.world, words.at, self.free.at, self.awaited.data_ptr())
+            for words in (self.full, self.landed)
+        )
         self.calls = Calls(of_group)
         self._constants: dict[int, torch.Tensor] = {}
         start_watch(self)
@@ -336,88 +328,15 @@ class GroupMemory:
         return self._events[rank * MAX_CHUNKS + chunk]
 
     # --- words -------------------------------------------------------------------------------------------
-    def _words(self, number: int) -> Words:
-        return Words(self.signals.peers, number * MAX_WORLD)
-
-    @property
-    def full(self) -> Words:
-        return self._words(0)
-
-    @property
-    def free(self) -> Words:
-        return self._words(1)
-
-    @property
-    def landed(self) -> Words:
-        return self._words(2)
-
-    @property
-    def scatter_channel(self) -> Channel:
-        """The words of what a scatter pushes."""
-        return Channel(self.rank, self.world, self.full.at, self.free.at, self.awaited.data_ptr())
-
-    @property
-    def gather_channel(self) -> Channel:
-        """The words of what a gather pushes."""
-        return Channel(self.rank, self.world, self.landed.at, self.free.at, self.awaited.data_ptr())
-
-    def _local(self, word: int) -> int:
-        return self.local.data_ptr() + word * _WORD
-
-    @property
-    def progress(self) -> int:
-        """Address of int32 [world, MAX_OWN], local: finished tiles of chunk (destination, c) of a scatter."""
-        return self._local(0)
-
-    @property
-    def idle(self) -> int:
-        """Address of int32 [MAX_OWN] that nobody counts in, for a reduction of what no GEMM makes."""
-        return self._local(_IDLE)
-
-    @property
-    def arrivals(self) -> int:
-        """Address of int32 [world]: how many chunks of each source have been pulled."""
-        return self._local(_ARRIVALS)
-
-    @property
-    def one(self) -> int:
-        """Address of a constant 1."""
-        return self._local(_ONE)
-
-    @property
-    def doing(self) -> torch.Tensor:
-        """The signature of the direct call under way; 0 for none."""
-        return self.local[_DOING:]
-
-    @property
-    def awaited(self) -> torch.Tensor:
-        """The signature of the call to which this rank waits for all others to come; 0 for none."""
-        return self.local[_DOING + 1 :]
-
-    @property
-    def gather_done(self) -> torch.Tensor:
-        """Counts of a kernel's programs that are done, and of calls that are."""
-        return self.local[_COUNTS : _COUNTS + 2]
-
-    @property
-    def scatter_done(self) -> torch.Tensor:
-        """The same of scatters."""
-        return self.local[_COUNTS + 4 : _COUNTS + 6]
-
-    @property
-    def direct_done(self) -> torch.Tensor:
-        """The same of direct calls."""
-        return self.local[_COUNTS + 8 : _COUNTS + 10]
-
-    @property
-    def stage_done(self) -> torch.Tensor:
-        """The same of stagings, whose kernel runs beside a gather's GEMM."""
-        return self.local[_COUNTS + 12 : _COUNTS + 14]
+    def done(self, kind: str) -> torch.Tensor:
+        """Counts of a kernel's programs that are done, and of calls that are. kind: One of `_KINDS`."""
+        first = _COUNTS + 4 * _KINDS.index(kind)
+        return self.local[first : first + 2]
 
     @property
     def watched(self) -> torch.Tensor:
         """The words that `watch` reads: `doing`, `awaited`, then counts, of which those of calls grow."""
-        return self.local[_DOING : _COUNTS + 16]
+        return self.local[_DOING:]
 
     def _own(self, words: Words) -> torch.Tensor:
         return self.signals.memory.view(torch.int32)[words.number :][:MAX_WORLD]
@@ -429,12 +348,12 @@ class GroupMemory:
 
     def failed_at(self, peer: int) -> int:
         """Address of the word that this rank sets at a peer when it has failed (`watch`)."""
-        return self._words(3).at(peer, self.rank)
+        return self.failed.at(peer, self.rank)
 
     @property
     def told_words(self) -> torch.Tensor:
         """Those that peers have set here."""
-        return self._own(self._words(3))
+        return self._own(self.failed)
 
     @property
     def all_chunk_words(self) -> list[torch.Tensor]:
@@ -629,17 +548,15 @@ def _make(group: ProcessGroup, device: torch.device) -> GroupMemory:
         table = enroll(meeting, group.group_name, device.index)
         try:
             signals = _share(group, device, _GRANULE, _bound())
-            own = json.dumps(astuple(Process.own()))
-            processes = [Process(*json.loads(text)) for text in meeting.exchange("processes", own)]
-            return meeting.together("memory", lambda: _new(group, device, signals, table, processes))
+            return meeting.together("memory", lambda: _new(group, device, signals, table, meeting.processes))
         except SymmetricMemoryError as error:  # on every rank
             raise error if driver.IN_ORDER else NotEnrolled(str(error)) from error
 
 
 def _new(
-    group: ProcessGroup, device: torch.device, signals: Area, table: Table, processes: Sequence[Process]
+    group: ProcessGroup, device: torch.device, signals: Area, table: Table, processes: tuple[Process, ...]
 ) -> GroupMemory:
-    local = torch.zeros(_COUNTS + 16, dtype=torch.int32, device=device)
+    local = torch.zeros(_COUNTS + 4 * len(_KINDS), dtype=torch.int32, device=device)
     local[_ONE] = 1
     return GroupMemory(
         of_group=group,
@@ -652,7 +569,7 @@ def _new(
         local=local,
         peer_writes=driver.peer_writes_supported(),
         table=table,
-        processes=tuple(processes),
+        processes=processes,
     )
 
 

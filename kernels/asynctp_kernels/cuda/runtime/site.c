@@ -174,15 +174,6 @@ static PyObject *graph_launch(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *graph_shown(PyObject *self, void *unused)
-{
-    Graph *graph = (Graph *)self;
-    PyObject *shown = PyTuple_New(graph->tensors);
-    for (Py_ssize_t i = 0; shown && i < graph->tensors; i++)
-        PyTuple_SET_ITEM(shown, i, PyLong_FromUnsignedLongLong(graph->shown[i]));
-    return shown;
-}
-
 /* --- a call ------------------------------------------------------------------------------------------------------ */
 /* What a call is made with, and what is looked at first: the fields of a tuple (`BoundCall.in_c`). */
 enum {
@@ -589,10 +580,8 @@ static PyObject *bound_land(PyObject *self, PyObject *fields)
 
 /* --- the module -------------------------------------------------------------------------------------------------- */
 static PyMethodDef graph_methods[] = {{"launch", graph_launch, METH_VARARGS, NULL}, {NULL}};
-static PyGetSetDef graph_attributes[] = {{"shown", graph_shown, NULL, NULL, NULL}, {NULL}};
 static PyType_Slot graph_slots[] = {
-    {Py_tp_new, graph_new}, {Py_tp_dealloc, graph_free}, {Py_tp_methods, graph_methods},
-    {Py_tp_getset, graph_attributes}, {0, NULL}};
+    {Py_tp_new, graph_new}, {Py_tp_dealloc, graph_free}, {Py_tp_methods, graph_methods}, {0, NULL}};
 static PyType_Spec graph_spec = {"asynctp_site.Graph", sizeof(Graph), 0, Py_TPFLAGS_DEFAULT, graph_slots};
 
 static PyMethodDef call_methods[] = {{"holds", call_holds, METH_NOARGS, NULL}, {NULL}};

@@ -5,16 +5,7 @@
     doing     this rank's direct call under way; 0: none
 
 A thread of the host looks at these words some times a second, and at counts of the calls that are over, so nothing
-costs a call anything:
-
-    FREE[p] is another call than this rank's, for a second             unlike calls have met: `UnlikeCalls`
-    FREE[p] is a call, and this rank makes memory for one, for some    the same: all make it together, before
-    seconds                                                            they come
-    FREE[p] is 0, and p has come to a call of another group, where     neither can come to the other's call:
-    this rank is in none, for a second                                 `UnlikeCalls`
-    FREE[p] is 0 and no call ends, for as long as the group's timeout  a rank does not come: `PeerTimeout`
-    p has told that it has failed, and no call ends, for some seconds  so does this rank: `SymmetricMemoryError`
-    p's process is over, and a call does not end, for some seconds     the same
+costs a call anything. `docs/internals/protocol.md` has what it looks for ("The watch").
 
 Then the group's memory has failed: each further call on the host raises `SymmetricMemoryError` from the error, and all
 peers are told. Enqueued calls cannot raise. Their tensors get bytes of ones, which are NaN as floats: every rank's box
@@ -22,10 +13,9 @@ is filled with them, and then every word is set for which a stream or a kernel o
 group lives, since a CUDA graph may be launched again. Copies do all that: a kernel might find no room.
 
 To end its waits, a failed rank writes to its peers' boxes. It does so only once every peer has failed, too, or has
-ended, or does not look any more: no healthy rank reads those bytes, as `tests/soundness/test_channel_model.py`
-explores.
-A rank that no longer waits for others to come pushes its data to them, who are in another call and must not take it
-for theirs. So ranks go step by step, and say to all when they have done one:
+ended, or does not look any more: no healthy rank reads those bytes. And a rank that no longer waits for others to come
+pushes its data to them, who are in another call and must not take it for theirs. So ranks go step by step, and say to
+all when they have done one:
 
     HAS_FAILED   calls raise
     HAS_ENDED    all have failed; waits for data are over, and nobody waits for any now
@@ -109,10 +99,6 @@ class Calls:
             return found or Told(f"an unknown call ({number}; {error})")
         return found if function is None else found._replace(text=f"{found.text} of {function.rstrip('.')}")
 
-    def describe(self, number: int) -> str:
-        """A call in words."""
-        return self.told(number).text
-
     def _find(self, key: str) -> str | None:
         return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
@@ -123,9 +109,8 @@ class Calls:
 
     def failure_of(self, peer: int) -> str:
         """Why a peer has failed."""
-        key = f"asynctp/failed/{peer}"
         try:
-            return str(self._store.get(key).decode()) if self._store.check([key]) else "it does not say why"
+            return self._find(f"asynctp/failed/{peer}") or "it does not say why"
         except RuntimeError as error:
             return f"it cannot say why ({error})"
 
@@ -200,7 +185,7 @@ def error_of(memory: Watched, found: Any) -> Exception:
 
 def late(memory: Watched, peer: int, doing: int, awaited: str) -> PeerTimeout:
     """The error of a rank that does not come."""
-    call = memory.calls.describe(doing) if doing else "a call"
+    call = memory.calls.told(doing).text if doing else "a call"
     return PeerTimeout(call, memory.rank, peer, awaited, memory.bound / 1e9)
 
 
@@ -431,8 +416,8 @@ def _watch(reference: weakref.ref[Watched], made: torch.cuda.Event) -> None:
     if memory is None:
         return
     torch.cuda.set_device(memory.device)
-    gpu.relax_captures()
-    stream = gpu.new_torch_stream(memory.device)
+    gpu.exchange_capture_mode(gpu.CAPTURE_RELAXED)  # calls of this thread break none
+    stream = torch.cuda.ExternalStream(gpu.new_stream(memory.device), memory.device)  # type: ignore[no-untyped-call]
     stream.wait_event(made)
     with torch.cuda.stream(stream):
         watch, pages = Watch(memory), _Pages(memory)
