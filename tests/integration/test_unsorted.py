@@ -13,9 +13,7 @@ from ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 #: each way to be unsorted, and one graph that comes sorted
-CASES = of_profile(
-    tuple(unsorted_cases.CASES), ("divided_dynamic", "multiplied", "masked", "wide", "dropped")
-)
+CASES = of_profile(tuple(unsorted_cases.CASES), ("divided_dynamic", "multiplied", "masked", "wide", "dropped"))
 
 
 @pytest.fixture(scope="module")
