@@ -113,10 +113,13 @@ def _raise_if(judged: Report, own: Report, config: Config, elsewhere: int) -> No
 
 def _expect_message(report: Report, config: Config, fused: int) -> str:
     most = fused + len(report.missed)
-    remedy = (
-        f"expect={fused} or less, or {most} once what is missed is mended: no more chains of this graph are in scope, "
-        "and expect counts in each graph that has any. asynctp_passes.require(fused=N) counts those of all graphs"
-    )
+    remedy = "mend what is missed"
+    if most < config.expect:
+        mended = f", or {most} once what is missed is mended" if report.missed else ""
+        remedy = (
+            f"expect={fused} or less{mended}: no more chains of this graph are in scope, and expect counts in each "
+            "graph that has any. asynctp_passes.require(fused=N) counts those of all graphs"
+        )
     return (
         f"asynctp: expect={config.expect}, but {fused} of the {most} chains of {report.graph} ({report.phase}) are "
         f"fused. Remedy: {remedy}\n{report}"

@@ -111,6 +111,18 @@ def test_expect_error_says_what_was_expected() -> None:
     assert raised.value.report is not None
 
 
+@pytest.mark.parametrize(
+    ("graph", "expect", "remedy"),
+    [
+        ({"fused": 1}, 2, "expect=1 or less: no more chains of this graph are in scope"),
+        ({"fused": 1, "reordered": 1}, 2, "mend what is missed"),
+    ],
+)
+def test_the_remedy_of_expect_can_be_followed(graph: dict[str, int], expect: int, remedy: str) -> None:
+    with pytest.raises(ExpectError, match=f"Remedy: {remedy}"):
+        run(graph_of(**graph), config(strict="off", expect=expect))
+
+
 @pytest.mark.parametrize("kind", [AsyncTPError, StrictError, ExpectError, GroupError])
 @pytest.mark.parametrize("report", [None, Report("graph", "forward", ())])
 def test_errors_pickle_with_their_report(kind: type[AsyncTPError], report: Report | None) -> None:
