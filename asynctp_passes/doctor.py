@@ -656,7 +656,7 @@ def _try(question: Callable[[], T], otherwise: T) -> T:
 
 
 def _fault(question: Callable[[], object]) -> str:
-    """Why asking fails, in words for the user; empty where it does not."""
+    """The error of a question, as the user reads it; empty without one."""
     try:
         question()
     except (ConfigError, RuntimeError) as error:

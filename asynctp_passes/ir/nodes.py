@@ -148,7 +148,7 @@ def tensor_of(node: object) -> torch.Tensor | None:
 
 
 def carried(argument: Any) -> Any:
-    """The value that a node carries, if it does; what is no node itself."""
+    """A node's value in its `meta`; anything else as it is."""
     return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
 

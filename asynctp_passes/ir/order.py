@@ -1,8 +1,9 @@
 """The order of communication: which nodes of a graph start to communicate, and that they keep their order. Pure.
 
 Ranks share the order in which they call collectives, and nothing else. So each node that communicates stays after the
-one before it. An op of another library may communicate inside: unless it is known or registered to be local, it is
-*opaque*. No fused op passes one.
+one before it; a wait is none. A fused op may come after a later collective if all ranks agree
+(`GatherChain.follows`). An op of another library may communicate inside: unless it is known or registered to be local,
+it is *opaque*, and no fused op passes it. Notes in nodes' `meta` tell which graphs are halves of one.
 """
 
 from __future__ import annotations

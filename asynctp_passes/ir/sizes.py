@@ -152,8 +152,8 @@ def same_strides(a: fx.Node, b: fx.Node) -> bool:
 class Sizes:
     """Sizes of a graph's tensors as integers and sympy expressions in one canonical form.
 
-    A symbol `s` that the shape environment knows to be a multiple of the number of ranks of one of its groups is
-    written as `ranks * s'`, so that `(s + ranks - 1) // ranks`, the local size of a sharded dimension, becomes `s'`.
+    A symbol `s` may be known to be a multiple of the number of ranks of one of the graph's groups. Then it is written
+    as `ranks * s'`. So `(s + ranks - 1) // ranks`, the local size of a sharded dimension, becomes `s'`.
     This uses what guards have established already and adds none. `divided` has sizes, each with a number that divides
     it wherever the graph runs to its end: a collective raises otherwise (`collectives.read_sizes`).
     """

@@ -1,12 +1,12 @@
-"""The vocabulary of the pass: frozen values that travel from `find` to `decide` to `rewrite`.
+"""The vocabulary of the pass: frozen values that travel from `find` to `plan` to `rewrite`.
 
 Each is proven or chosen by one function, and becomes nodes by another:
 
     value            is proven or chosen by              becomes nodes by
     GatherChain      match_gather.match_gather           emit_gather.emit_gather
-      its matmuls    hoist.placed_matmuls                emit_gather.emit_gather
-      Hoist          hoist.chains_of                     emit_gather.parts_on_shard
-      SideGather     hoist.chains_of                     emit_gather.start_side_gathers
+      its matmuls    gather_chains.placed_matmuls        emit_gather.emit_gather
+      Hoist          gather_chains.chains_of             emit_gather.parts_on_shard
+      SideGather     gather_chains.chains_of             emit_gather.start_side_gathers
       Cut            cut_rows.find_cuts                  emit_gather.emit_gather
     ScatterChain     match_reduction.match_reduction     emit_reduction.emit_reduction
       its matmuls    scaled_epilogue.read_scaled_result  emit_reduction.emit_reduction

@@ -4,7 +4,7 @@
     shard → all_gather → wait → view* → slice? → {slice, split, select}+ → {copy, reshape}* → matmul, by other weights
 
 Each row of a product comes from one row of the left operand. So the fused op multiplies all rows, and the same few
-(`_is_most`) are cut off its result; or it multiplies each range by its own weight. Ranges that one weight multiplies
+(`_is_most`) are cut off its result. Or it multiplies each range by its own weight. Ranges that one weight multiplies
 are chunks, which save the memory of the whole result. They stay, and so do more than `MOST_RANGES`, as of experts.
 """
 

@@ -7,6 +7,9 @@
     summed    (mm → view* → {reduce_scatter, all_reduce} → wait → view*)+ → add*                      (`linear_sums`)
     own part  (mm+ → view*) → all_reduce → wait → view* → the rank's own part alone                      (`own_part`)
 
+`match_gather` and `match_reduction` prove chains of one collective. `find` takes those that do not want the same matmul
+and leave no cycle; `collapsed` is the graph in which each chain is one node.
+
 Collectives that look like FSDP's are marked (`Candidate.weights`), for groups that have nothing else in the graph.
 Parameters are gathered: right operands, or vectors. Gradients are reduced: vectors, or products that contract over
 rows, and that no matmul goes on with.
@@ -160,8 +163,11 @@ def collapsed(
 
     What is `free` may change its place among what communicates. The first result has, for the nodes of a chain, its
     collective, which stands for it. The second has what nodes are computed from, where that is not `all_input_nodes`:
-    sizes of what a chain does away with, from what the rewrite will read them off; items of several tensors, from their
-    own tensor; what is reduced over all ranks' rows, from the shard; and draws and communication in their order.
+
+    - sizes of what a chain does away with, from what the rewrite will read them off;
+    - items of several tensors, from their own tensor;
+    - what is reduced over all ranks' rows, from the shard;
+    - draws and communication, in their order.
     """
     owners: dict[fx.Node, fx.Node] = {}
     items = ((node, awaited_item(node)) for node in graph.nodes)

@@ -4,8 +4,8 @@
     mm → view* → all_reduce → wait → view* ┴ add → ...   becomes   mm → view* ┴ add → all_reduce → wait → view* → ...
 
 A reduction is linear, and so is a reduce-scatter whose blocks lie alike. Members are chains that could each be fused
-alone, and differ in their products only. Beside one of these, other reductions of the kind may be members: what they
-reduce, or its sum over a dimension if only that is used, is added to the products. What the sum adds in between, as a
+alone, and differ in their products only. Beside one of these, other reductions of the kind may be members. What they
+reduce is added to the products, or its sum over a dimension if only that is used. What the sum adds in between, as a
 residual, is added to the one result.
 """
 

@@ -190,7 +190,7 @@ class MatchContext:
     def until(self, gather: Collective, *, opaque: bool = True) -> int:
         """The place of the last communication that the fused op of a gather may follow: none after it needs the gather.
 
-        Nor is any of them `opaque`, if these count. Of a `fixed` gather it is the place of its own.
+        With `opaque`, none of them is opaque either. Of a `fixed` gather it is the place of its own.
         """
         start, stops = self.order[gather.node], self._opaque if opaque else ()
         if gather.node in self.fixed:

@@ -17,7 +17,7 @@ from asynctp_passes.layout.placement import GatherPlacement
 from asynctp_passes.layout.propagation import Propagation
 from asynctp_passes.matching import near_miss
 from asynctp_passes.matching.chains import Candidate, GatherChain, RowNumbers
-from asynctp_passes.matching.hoist import PlacedMatmul, chains_of, placed_matmuls, placed_scales
+from asynctp_passes.matching.gather_chains import PlacedMatmul, chains_of, placed_matmuls, placed_scales
 from asynctp_passes.matching.match_context import MatchContext
 from asynctp_passes.matching.missed_gather import missed_gather
 from asynctp_passes.matching.scaled_epilogue import scalings

@@ -2,8 +2,8 @@
 
 A gather may also be an all-to-all, `shard → all_gather → wait → view* → split → this rank's piece`. DTensor moves a
 sharding to another dimension so on CPU, where gloo has no all-to-all. A program may also take a piece that is the same
-on all ranks, and one rank's graph does not show the difference. So it counts as an all-to-all on CPU alone, where
-nothing overlaps.
+on all ranks, and one rank's graph does not show the difference. So such a gather counts as an all-to-all on CPU alone,
+where nothing overlaps.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ when all factors are, in any association, one per row [M, 1] and one per column 
 
 The program rounds the product, scales it and rounds again. The scaled matmul scales its sum in fp32 and rounds once. So
 a scale of a product of 16 bits or int8 may round to bfloat16, which has the range of fp32. Nothing but the last result
-may become float16. The order, rows and then columns, may be another one where that cannot leave the range of fp32 in
-between: products of fp8 and int8 are 0 or of 2^-32 to 2^32 · K. Others may be near the ends of it, as masks are.
+may become float16, in which the program's number may be infinite. The order, rows and then columns, may be another one
+where that cannot leave the range of fp32 in between. Products of fp8 and int8 are 0 or of 2^-32 to 2^32 · K. Others may
+be near its ends, as masks are: then the order is the program's, or the first factor is at most 1.
 """
 
 from __future__ import annotations

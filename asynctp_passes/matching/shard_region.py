@@ -4,9 +4,9 @@
 
 A *region* begins as a gathered tensor with its views. Where no matmul takes these with the ranks in its rows it grows
 by the ops of `_RULES`. Each of its tensors is [outer, ranks, inner] along one of its dimensions, and the part of a rank
-is its [outer, inner]. The same ops on parts, in the same order and dtypes, give the parts bit by bit: maxima do not
-depend on the order in which they are taken. Sums round in an order that may depend on the number of rows, so they end a
-region, as does whatever is not listed.
+is its [outer, inner]. The same ops on parts, in the same order and dtypes, give the parts bit by bit. Maxima do not
+depend on the order in which they are taken, so one over all ranks' rows is made of each rank's (`cross_rank`). Sums
+round in an order that may depend on the number of rows, so they end a region, as does whatever is not listed.
 
 What comes from outside the graph may differ by rank, and so may a number in it. A tensor is the same on all ranks if a
 collective made it so. Numbers are taken to be the same in a quantization, and in an op that is registered so.
@@ -376,7 +376,10 @@ def _by_extrema(region: ShardRegion, node: fx.Node) -> _Found:
 
 
 def _by_whole_rows(region: ShardRegion, node: fx.Node) -> Refusal:
-    """None is a part's: sums and means may round otherwise for another number of rows. Nor are several tensors."""
+    """No rank does it in parts: sums and means may round otherwise for other numbers of rows.
+
+    Nor are ops of several tensors followed.
+    """
     several = tensor_of(node) is None  # as a variance and its mean, or maxima and where they are
     reduced = _reduced(region, node) if near_miss.reduces(node) else None
     if isinstance(reduced, tuple) and reduced[1] in reduced[0]:

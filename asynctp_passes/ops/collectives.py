@@ -4,8 +4,9 @@
 
 A group whose matmuls' collectives are fused has these for its others too: one rank may multiply what it gathers, and
 another one may not. They have the contract of the functional collectives: along dim 0, and asynchronous, so that the
-result must go through `_c10d_functional.wait_tensor` before it is read. Where no kernel moves the data
-(`cuda.plans.collectives`), they are the functional collectives. `calls` says what their arguments are.
+result must go through `_c10d_functional.wait_tensor` before it is read. An input that is read later is copied first,
+since Inductor may write to it. Where no kernel moves the data (`cuda.plans.collectives`), they are the functional
+collectives. `calls` says what their arguments are.
 
 `asynctp::wait(result, source)` is how a rewritten graph waits. It reads the collective's input too, so that Inductor
 leaves that alone for so long: no copy (`copy=False`). And it gives its result, as an alias, where `wait_tensor` is a

@@ -5,8 +5,9 @@
 
 Only cheap work may change its place, and all else is *slow*: matmuls, other collectives, each fused chain as one step.
 So a candidate has a window, from the last slow step that it depends on (`after`) to the first that depends on it
-(`before`). Candidates go together when one point lies in all of their windows. One that depends on another through
-cheap work alone counts as slow. So if set S comes before set T, then `before(S) <= after(T) < before(T)`: no cycle.
+(`before`). Slow steps keep their order. Candidates go together when one point lies in all of their windows. One that
+depends on another through cheap work alone counts as slow. So if set S comes before set T, then `before(S) <= after(T)
+< before(T)`: no cycle.
 """
 
 from __future__ import annotations

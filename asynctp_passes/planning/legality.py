@@ -319,7 +319,7 @@ def dtype_supported(candidate: Candidate, context: Context) -> Refusal | None:
 def _fits(matmul: Matmul, a: torch.dtype, b: torch.dtype, results: set[torch.dtype], gathers: bool) -> bool:
     """True for operands and results of one dtype; and for int8 that is gathered, whose products are int32.
 
-    With scales, for fp8 operands, of either kind; for int8; and for other products that are scaled after they are made.
+    With scales also for fp8 of either kind, for int8, and for products that are scaled after they are made.
     """
     if matmul.scaled is None:
         of_int8 = gathers and a == torch.int8 and results == {torch.int32}

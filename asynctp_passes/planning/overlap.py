@@ -1,4 +1,4 @@
-"""Overlap collectives that no fused op makes faster: each runs whole beside matmuls that do not need it. Pure.
+"""Overlap collectives that no fused op makes faster: each runs beside matmuls that do not need it. Pure.
 
     shard ─▶ all_gather ─────────────────────▶ wait ─▶ view* ─▶ mm      weight gradients, or no matmul next to it
     whole ─▶ reduce_scatter ─────────────────▶ wait ─▶ …                no matmul next to it, or one that is taken
@@ -7,7 +7,8 @@
 A weight's gradient contracts over the gathered rows, so that its product cannot begin while shards arrive. A collective
 that no matmul takes in is overlapped if it is more than latency and its group has a fused chain: FSDP's are best left
 to bucketing. Beside a reduce-scatter matmuls must run which are not fused, and take as long as it does. Each decision
-adds order constraints, which later ones and the bucketing keep. The start passes nothing that communicates.
+adds order constraints, which later ones and the bucketing keep. The start passes nothing that communicates, and the
+wait takes nothing with it that does.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ from asynctp_passes.reasons import Outcome, Refusal
 from asynctp_passes.torch_private import inductor_order, partitioner
 
 
+# --- decisions: one for each collective -----------------------------------------------------------------------------
 def decide_graph(graph: fx.Graph, config: Config, answers: Answers | None = None) -> tuple[list[Decision], Context]:
     """One decision per collective of a graph, in order, and what they were made with, as the ranks' `answers` allow."""
     collectives = read_collectives(graph)
@@ -126,7 +127,7 @@ def _verdict(candidate: Candidate, context: Context) -> Refusal | None:
     return next((refusal for check in CHECKS if (refusal := check(candidate, context)) is not None), None)
 
 
-def without(decisions: Sequence[Decision], context: Context) -> tuple[list[Decision], Context]:
+def _as_all_do(decisions: Sequence[Decision], context: Context) -> tuple[list[Decision], Context]:
     """The decisions from before the ranks were asked, without the refused deviations, and their context.
 
     No other decision takes the place of a refused one.
@@ -146,6 +147,7 @@ def _as_refused(decision: Decision, context: Context) -> Decision:
     return decision
 
 
+# --- the plan -------------------------------------------------------------------------------------------------------
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """All that is to be done to a graph, and the facts by which that was decided."""
@@ -166,7 +168,7 @@ class Plan:
 
     @functools.cached_property
     def wire(self) -> frozenset[str]:
-        """The groups whose collectives are asynctp's, without a matmul too: a peer may have one there."""
+        """The groups whose collectives go by asynctp's ops, without a matmul too: a peer may have one there."""
         found = (one.collective for one in self.candidates)
         return frozenset(one.group_key for one in found if goes_by_wire(one, self.context.config))
 
@@ -316,7 +318,7 @@ def _planned(found: list[Decision], context: Context) -> Plan:
 
 
 def without_refused(plan: Plan, answers: Answers) -> Plan:
-    """The plan that the ranks were asked about, without the deviations that one of them does not do."""
+    """The plan as the answers allow: made anew or, if that loses what was agreed, without what was refused."""
     context = dataclasses.replace(plan.context, answers=answers)
     if not any(answer.refused for answer in answers.values()):
         return dataclasses.replace(plan, context=context)
@@ -327,7 +329,7 @@ def without_refused(plan: Plan, answers: Answers) -> Plan:
         return again
     # a chain that took the place of a refused one stands in another's way: that one's peers do it
     found, first = decide_graph(context.graph, context.config)
-    return _planned(*without(found, dataclasses.replace(first, answers=answers)))
+    return _planned(*_as_all_do(found, dataclasses.replace(first, answers=answers)))
 
 
 def questions_of(plan: Plan) -> list[Question]:

@@ -3,7 +3,8 @@
     rank 0: digest ─▶ store ◀─ digest :rank 1       yes, if every rank has it; no, if one came as far without it
 
 The first rank that knows the outcome writes it down, and it stays. Every call of the graph in that group has the
-accord, a hash of what was agreed, in its signature: unlike graphs raise at first calls (docs/internals/accord.md).
+accord, a hash of what was agreed, in its signature: unlike graphs raise at their first calls
+(docs/internals/accord.md).
 
 Keys in the store of the group, below `asynctp/<life>/<function>/<phase>`:
 

@@ -7,6 +7,8 @@ Torch's partitioner has divided the graph already. Each saved tensor that is com
 matmul in between, has to be computed again by ops that have the same bits whenever they are done. That may start from
 the gather, from tensors that the backward reads anyway, and from the shard, which is saved if it has to be. All this is
 memory that the graph has made and does not return: to other memory the program may write before the backward.
+
+Each gather is looked at alone, so a refusal of one changes no other. `owners_of` tells in whose memory values lie.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def rematerialization_candidates(
     """The gathers of a joint graph that are worth being made again in the backward, in order.
 
     A gathered tensor is most of what a layer with sequence parallelism keeps for its backward. A gather is worth it if
-    a fused op of the forward takes it in, the backward needs more of it than what products made, and activation
-    checkpointing has not tagged it. Its group has to communicate in the backward anyway: another rank may run no
+    a fused op of the forward takes it in, and the backward needs more of it than what products made. Activation
+    checkpointing must not have tagged it. Its group has to communicate in the backward anyway: another rank may run no
     backward in which it need not communicate. `"auto"` also asks that it is known to be worth a call, and that matmuls
     of the backward in no fused op, beside which the link is free, take as long as all such gathers.
     """

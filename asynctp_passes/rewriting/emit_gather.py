@@ -2,6 +2,8 @@
 
 shard → all_gather → wait → view* → mm+       becomes   shard → view? → all_gather_matmul → view → ...
 shard → all_gather → wait → op* → mm+         becomes   shard → op* → view? → all_gather_matmul → view → ...
+
+Small tensors beside it are gathered on their own, and maxima over all ranks' rows are made of each rank's.
 """
 
 from __future__ import annotations
@@ -316,7 +318,7 @@ def _ranks_in_place(build: Builder, one: SideGather, started: fx.Node) -> fx.Nod
 
 
 def nodes_after_kept_gather(build: Builder, chain: GatherChain) -> set[fx.Node]:
-    """The nodes that may come late, where a gather stays, which comes after the fused op.
+    """Make a gather that stays asynctp's, after the fused op, and give the nodes that may come late.
 
     Those are the waits for it and for the gathers beside the fused op, and what has to follow them in front of the
     first matmul, but for other collectives. A gather that nothing waits for is over when it returns.

@@ -3,7 +3,7 @@
     amax [rows, 1] ─▶ fp64 ─▶ clamp ─▶ 448 / … ─▶ fp32 ─▶ log2 ─▶ floor ─▶ exp2  =  scale [rows, 1]
     x [rows, K] ─▶ * scale ─▶ clamp ─▶ fp8
 
-As one kernel, with a division in fp64 for every element of x, it takes up to five times as long as memory does. Only
+Inductor makes all this one kernel, which divides in fp64 for every element of x: up to five times memory's time. Only
 tensors are stored that are fp32 or fp64 in the program too, so that the bits are the same.
 """
 

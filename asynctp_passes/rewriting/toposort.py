@@ -2,8 +2,8 @@
 
 Inductor runs custom passes after its pattern matcher and before it sorts. The matcher puts all that it makes in front
 of a pattern's last result, so that users of the first result may come before it. Such a node moves up to its first
-user. What a program does besides computing keeps its order: collectives, random draws, and what reads or writes memory
-that an in-place operation changes. Nothing moves past an op that orders streams.
+user. What a program does besides computing keeps its order: collectives among each other, random draws among each
+other, and what reads or writes memory that an in-place operation changes. Nothing moves past an op that orders streams.
 """
 
 from __future__ import annotations

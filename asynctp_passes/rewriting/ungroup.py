@@ -2,7 +2,8 @@
 
     _foreach_abs([a, b]) → getitem, getitem     becomes     abs(a), abs(b)
 
-By its contract such an op does to each tensor what the single one does. Others stay, as an optimizer's.
+By its contract such an op does to each tensor what the single one does. Others stay, as an optimizer's, of which
+Inductor makes one kernel.
 """
 
 from __future__ import annotations

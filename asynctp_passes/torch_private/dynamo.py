@@ -35,7 +35,7 @@ class CompiledFunction:
 
     Attributes:
         name: `"lib/model.py:forward:12"`, its file with its folder, its name and its first line.
-        base: The name of the function in the program, which differs for the rest of it after a graph break.
+        base: The function's name in the program; for the rest after a graph break, that of the whole.
     """
 
     name: str
@@ -44,7 +44,7 @@ class CompiledFunction:
 
 @dataclass
 class _Compile:
-    """A compile of Dynamo's; a backward that is compiled later is of the same. module: As `compiled_module`."""
+    """One compile of Dynamo's, with the backward that is compiled later. module: The number of the compiled module."""
 
     number: int
     function: CompiledFunction | None = None

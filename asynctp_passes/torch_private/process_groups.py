@@ -192,7 +192,7 @@ def peers_of(name: str) -> Peers | None:
 
 @dataclass
 class _Life:
-    """Which of the groups of its name one is. end: Writes that it has ended."""
+    """The number of a group among those of its name. end: What writes that it is over."""
 
     number: int = 0
     end: Any = None

@@ -34,7 +34,7 @@ class Uncompiled:
         name: As `CompiledFunction.base`.
         reason: Why, with the place.
         remedy: What ends that.
-        backend: What was to compile it, without what torch wraps it in; of Inductor, its wrapper.
+        backend: What was to compile it, without what torch wraps it in; torch's wrapper, if it is Inductor.
         options: The options that `torch.compile` has for it.
         is_inductor: It is Inductor.
         is_judged: asynctp has graphs of it, and `giving_up` has ranks agree that they leave them.

@@ -1,5 +1,10 @@
 """Device side of asynctp: matmuls fused with the all-gather before or the reduce-scatter after them.
 
+    cuda      the ops: a persistent TMA GEMM, the copy engine, cuBLAS pipelines, a selector
+    signals   words between ranks, bounded waits        numerics   conversions inside kernels
+    meeting   how ranks find each other, and are told of each other's faults
+    host      memory that processes of one host share   interpreter, shard_layout, errors
+
 Where Triton interprets (TRITON_INTERPRET=1 before it is imported), `cuda` runs on CPU tensors: the same plans, scripts
 and kernels, with processes of one host for GPUs. What an op computes is said by `asynctp_passes.ops.reference`.
 """

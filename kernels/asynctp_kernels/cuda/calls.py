@@ -1,8 +1,13 @@
 """The fused calls: matmuls with the collective before or after them.
 
 Each has a wire, made of facts that all ranks share (`wire`), and an implementation, which is a rank's own (`select`): a
-plan, or `ReferenceProgram`, by which the op's reference program makes the matmuls, and `moves.Mover` moves the data. A
-call is an object with the arguments of its op as attributes (`asynctp_passes.ops.calls`).
+plan, or `ReferenceProgram`, by which the op's reference program makes the matmuls, and `moves.Mover` moves the data.
+
+    run ─▶ groups.memory_for ─▶ the plan, found by its key       ─▶ plan.run ─▶ GroupMemory.call ─▶ plan.enqueue
+                                  or made: choices.choice_for,                                   or its graph
+                                  implementations.make_plan
+
+A call is an object with the arguments of its op as attributes (`asynctp_passes.ops.calls`).
 """
 
 from __future__ import annotations

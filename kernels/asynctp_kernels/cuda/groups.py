@@ -106,13 +106,17 @@ def keys_of(*tensors: Tensor | None) -> list[tuple[Any, ...] | None]:
 
 
 def store_plan(memory: GroupMemory, key: object, plan: Any) -> Any:
-    """Remember a plan; with dynamic shapes there are many, so they are all forgotten now and then."""
+    """Remember a plan; with dynamic shapes there are many, so they are all forgotten now and then.
+
+    Plans are kept with the group's memory, and go when it goes.
+    """
     if len(memory.plans) >= MAX_PLANS and not driver.capturing():
         memory.forget_plans()
     memory.plans[key] = plan
     return plan
 
 
+# --- calls that fail, and the end of a group's memory ----------------------------------------------------------------
 def fail_group_on_error(memory: GroupMemory, do: Callable[..., T], *args: Any) -> T:
     """`do(*args)`, part of a call that uses the group's memory.
 

@@ -1,6 +1,6 @@
 """The cost model: how long each implementation takes for a problem, in microseconds.
 
-What the terms of the implementations are, is said below; their values were measured (`Rates`).
+Each implementation's function below says its terms; `Rates` has the values that were measured.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class GatherTensors(NamedTuple):
     all_row_numbers: Tensor | None
 
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of all tensors, in this order."""
+        """Addresses of all tensors, in the order of the fields."""
         shard, bs, biases, a_scale, b_scales, row_numbers, outs, full, all_row_numbers = self
         tensors = (shard, *bs, *biases, a_scale, *b_scales, row_numbers, *outs, full, all_row_numbers)
         return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])

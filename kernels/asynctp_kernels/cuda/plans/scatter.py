@@ -78,7 +78,7 @@ class ScatterTensors(NamedTuple):
     extras: list[Tensor]
 
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of all tensors, in this order."""
+        """Addresses of all tensors, in the order of the fields."""
         a_parts, b_parts, biases, a_scales, b_scales, added, staging, out, extras = self
         tensors = (*a_parts, *b_parts, *biases, *a_scales, *b_scales, added, staging, out, *extras)
         return tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])

@@ -1,6 +1,6 @@
 """`sequential`: NCCL's collective, and cuBLAS on the whole before or after it; nothing overlaps.
 
-And in place of a plan, the op's reference program, with the group's wire or without.
+Calls that cuBLAS does not make run the op's reference program, on the group's wire or on NCCL.
 """
 
 from __future__ import annotations

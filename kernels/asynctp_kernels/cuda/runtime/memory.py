@@ -1,7 +1,7 @@
 """The memory of one group on one GPU: symmetric memory, signal words, a copy stream, events.
 
-Areas of symmetric memory, each as large as the largest call so far, made and grown collectively and never during a CUDA
-graph capture:
+Areas of symmetric memory, each as large as the largest call so far. They are made and grown collectively, and never
+during a CUDA graph capture:
 
     box       an inbox, of pushed data, by source, but for the own            [from rank 0 | from rank 1 | ...]
               or an outbox, the own shard, which peers pull                   [shard | its scales]
@@ -59,7 +59,7 @@ _ARRIVALS = _IDLE + MAX_OWN
 _ONE = _ARRIVALS + MAX_WORLD
 _DOING = _ONE + 4
 _COUNTS = _DOING + 4
-#: that are counted; a stage's kernel runs beside a gather's GEMM
+#: kernels whose programs and calls are counted; `stage` runs beside a gather's GEMM
 _KINDS = ("gather", "scatter", "direct", "stage")
 _GRANULE = 1 << 21
 

@@ -7,10 +7,11 @@
 A thread of the host looks at these words some times a second, and at counts of the calls that are over, so nothing
 costs a call anything. `docs/internals/protocol.md` has what it looks for ("The watch").
 
-Then the group's memory has failed: each further call on the host raises `SymmetricMemoryError` from the error, and all
-peers are told. Enqueued calls cannot raise. Their tensors get bytes of ones, which are NaN as floats: every rank's box
-is filled with them, and then every word is set for which a stream or a kernel of this rank could wait, as long as the
-group lives, since a CUDA graph may be launched again. Copies do all that: a kernel might find no room.
+Once it has found such a call, the group's memory has failed: each further call on the host raises
+`SymmetricMemoryError` from the error, and all peers are told. Enqueued calls cannot raise. Their tensors get bytes of
+ones, which are NaN as floats: every rank's box is filled with them, and then every word is set for which a stream or a
+kernel of this rank could wait, as long as the group lives, since a CUDA graph may be launched again. Copies do all
+that: a kernel might find no room.
 
 To end its waits, a failed rank writes to its peers' boxes. It does so only once every peer has failed, too, or has
 ended, or does not look any more: no healthy rank reads those bytes. And a rank that no longer waits for others to come

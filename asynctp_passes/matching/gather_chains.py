@@ -1,4 +1,4 @@
-"""Chains of a gather's matmuls, where row-wise computation between the two moves to before the gather. Pure.
+"""Chains of a gather: matmuls of which each rank can compute its rows of `a`, and what moves before the gather. Pure.
 
     shard → all_gather → wait → {view, pointwise op, cast, amax of a row}* → matmul
 
