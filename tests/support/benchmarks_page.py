@@ -503,10 +503,10 @@ def checks() -> str:
         count, _ = line["machine"].split(" x ")
         where = gpus(line["machine"])
         where = where if int(count) == line["ranks"] else f"{line['ranks']} on {where}"
-        where += ", 2.15" if line["torch"].startswith("2.15") else ""
-        found.setdefault(line["check"], {}).setdefault(where, []).append(f"{line['right']:,}")
+        check = line["check"] + (", torch 2.15" if line["torch"].startswith("2.15") else "")
+        found.setdefault(check, {}).setdefault(where, []).append(f"{line['right']:,}")
     body = [[check, "; ".join(f"{where}: {'+'.join(each)}" for where, each in places.items())]
-            for check, places in found.items()]  # fmt: skip
+            for check, places in sorted(found.items())]  # fmt: skip
     days = sorted({line["date"] for line in lines})
     right, refused = (sum(line.get(name, 0) for line in lines) for name in ("right", "refused"))
     told = "[checks.jsonl](../results/checks.jsonl) has each run's torch, date, commit and command:"
