@@ -180,6 +180,10 @@ class Note:
         """The text."""
         return self.text
 
+    def __contains__(self, words: str) -> bool:
+        """Whether the text has these words, as of a `str`."""
+        return words in self.text
+
 
 @dataclass(frozen=True)
 class Report:

@@ -17,7 +17,7 @@ from passes import run_pass
 
 from asynctp_passes import Bucketed, Config, Remark, Report, run, steps
 from asynctp_passes.planning.cost_model import Cost, Machine
-from asynctp_passes.reporting.report import SCHEMA
+from asynctp_passes.reporting.report import SCHEMA, Note
 from asynctp_passes.torch_private import inductor_options
 
 FUSED = Remark(
@@ -264,6 +264,14 @@ def test_bucketed_all_reduces_survive_and_are_printed() -> None:
     assert Report.from_json(report.to_json()) == report
     assert str(entry) in str(report)
     assert str(entry) == "= BUCKETED 2 all_reduce(max) over group 'tp' into one of 16 B: all_reduce, all_reduce_1"
+
+
+def test_a_note_is_read_as_its_text() -> None:
+    """Programs look for words in notes, which once were texts."""
+    note = Note("bits", "results depend on the number of ranks")
+    assert "number of ranks" in note
+    assert "tiles" not in note
+    assert str(note) == note.text
 
 
 def test_json_has_one_line_unless_indented() -> None:
