@@ -576,8 +576,9 @@ def without_places(text: str, names: Sequence[str]) -> str:
 def last_reports(environ: Mapping[str, str], folder: Path) -> list[Report]:
     """The newest reports of the file that `ASYNCTP_REPORT_FILE` names, or of the newest such file in `folder`."""
     named = environ.get(REPORTS_VARIABLE)
-    paths = [Path(named)] if named else sorted(folder.glob("*.jsonl"), key=os.path.getmtime, reverse=True)
-    return next((found for path in paths if path.is_file() and (found := _reports_of(path))), [])  # no endless pipe
+    paths = filter(Path.is_file, [Path(named)] if named else folder.glob("*.jsonl"))  # no endless pipe, nor a dead link
+    newest = sorted(paths, key=lambda path: _try(lambda: path.stat().st_mtime, 0.0), reverse=True)
+    return next((found for path in newest if (found := _reports_of(path))), [])
 
 
 def _reports_of(path: Path) -> list[Report]:

@@ -324,6 +324,7 @@ def test_the_last_reports(tmp_path: Path) -> None:
     file.write_text("".join(a_report(str(number)).to_json() + "\n" for number in range(5)))
     other.write_text('{"loss": 1}\n')
     os.utime(file, (1, 1))
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     assert [report.graph for report in last_reports({}, tmp_path)] == ["2", "3", "4"]
     named = tmp_path / "named"
     named.write_text(a_report("x").to_json())
