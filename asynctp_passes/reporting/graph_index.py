@@ -78,10 +78,11 @@ def write_index(folder: Path) -> None:
     while (pages := sorted(path for path in folder.glob("*.html") if path.name != INDEX)) != listed:
         found = []
         for path in pages:
-            with contextlib.suppress(FileNotFoundError):  # it is gone by now
-                if (row := _ROW.search(_beginning(path))) is not None:
-                    graph, *facts = json.loads(html.unescape(row[1]))
-                    found.append((_natural(graph), facts[0], _natural(path.name), path.name, *facts[1:]))
+            with contextlib.suppress(FileNotFoundError, TypeError, ValueError):  # it is gone, or of another version
+                if (held := _ROW.search(_beginning(path))) is not None:
+                    graph, written, (fused, missed, skipped, others), row = json.loads(html.unescape(held[1]))
+                    key = _natural(graph), written, _natural(path.name), path.name
+                    found.append((*key, (fused, missed, skipped, others), row))
         found.sort()
         template = Template(Path(__file__).with_name("graph_index.html").read_text(encoding="utf-8"))
         sums = [sum(numbers) for numbers in zip(*(one[-2] for one in found), strict=True)]
