@@ -118,7 +118,8 @@ class _Product:
 class _Facts:
     """Facts about a graph, whatever is fused: places of nodes, which of them are used, and the work of the matmuls.
 
-    `after` has what a node is to come after besides its inputs, as a collective runs beside it, and `before` reversed.
+    `after` has what a node is to come after besides its inputs, as a collective runs beside it, and `before` reversed;
+    `orders` has the same as pairs, in the order in which they were decided.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -131,12 +132,14 @@ class _Facts:
         self.start_places = [self.place[node] for node in self.starts]
         self.after: dict[fx.Node, list[fx.Node]] = {}
         self.before: dict[fx.Node, list[fx.Node]] = {}
+        self.orders: list[tuple[fx.Node, fx.Node]] = []
 
     def keep(self, decision: Decision) -> None:
         """Let later decisions keep this collective beside its matmuls."""
         for first, then in order_beside(decision):
             self.after.setdefault(then, []).append(first)
             self.before.setdefault(first, []).append(then)
+            self.orders.append((first, then))
 
 
 class _Collapsed:
@@ -155,6 +158,9 @@ class _Collapsed:
             self._product(chain.matmuls[0].node, chain.anchor, cost_model.cost_of(chain).work, True) for chain in ops
         ]
         self.products = sorted(found, key=lambda product: product.place)
+        self._asked: set[fx.Node] = set()  # the communications so far, each with all of its fused chain
+        self._needed: set[fx.Node] = set()  # all that they come after
+        self._starts = self._orders = 0  # how many of `facts.starts` they are, and how many of `facts.orders` counted
 
     def _product(self, node: fx.Node, stands_at: fx.Node, flops: int | None, fused: bool) -> _Product:
         return _Product(node, self.place[stands_at], self.segments[stands_at], flops, fused)
@@ -166,12 +172,9 @@ class _Collapsed:
         """
         if not is_only_awaited(collective):
             return []
-        facts, start = self.facts, self.place[collective.node]
-        after = self._reach(collective.results, lambda node: (*node.users, *facts.before.get(node, ())))
-        until = bisect.bisect_right(facts.start_places, self.place[collective.start])
-        ahead = (collective.node, *facts.starts[:until])  # what communicates in front of it comes before it
-        units = [one for node in ahead for one in self.unit_of.get(node, (node,))]
-        before = self._reach(units, lambda node: (*node.all_input_nodes, *facts.after.get(node, ())))
+        then, start = self.facts.before, self.place[collective.node]
+        after = self._reach(collective.results, lambda node: (*node.users, *then.get(node, ())), set())
+        before = self._needed_up_to(collective)
         segment = self.segments[collective.node]
         if any(self.segments[wait] != segment for wait in collective.waits):
             return []
@@ -204,9 +207,29 @@ class _Collapsed:
         first = places[own - 1] if own else -1
         return range(first + 1, min(ends))
 
-    def _reach(self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-        """All nodes that `step` leads to, and all of a fused chain if it leads to one of its nodes."""
-        seen, stack = set[fx.Node](), list(starts)
+    def _needed_up_to(self, collective: Collective) -> set[fx.Node]:
+        """All that a collective comes after, and the communications in front of it: one walk for all that are asked.
+
+        Collectives are asked in the order of the graph. One that is asked late gets what a later one needs, too.
+        """
+        facts, orders = self.facts, self.facts.orders[self._orders :]
+        until = bisect.bisect_right(facts.start_places, self.place[collective.start])
+        new = [collective.node, *facts.starts[self._starts : until]]
+        self._starts, self._orders = max(self._starts, until), len(facts.orders)
+        units = [one for node in new for one in self.unit_of.get(node, (node,))]
+        self._asked.update(units)
+        late = [then for _, then in orders if then in self._asked or then in self._needed]
+
+        def step(node: fx.Node) -> Iterable[fx.Node]:
+            return (*node.all_input_nodes, *facts.after.get(node, ()))
+
+        return self._reach([*units, *late], step, self._needed)
+
+    def _reach(
+        self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], seen: set[fx.Node]
+    ) -> set[fx.Node]:
+        """`seen` with all nodes that `step` leads to, and all of a fused chain if it leads to one of its nodes."""
+        stack = list(starts)
         while stack:
             for then in step(stack.pop()):
                 found = set(self.unit_of.get(then, (then,))) - seen
