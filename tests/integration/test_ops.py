@@ -168,6 +168,7 @@ GRADIENT_SCATTERS = [
     Scatter((2, 8), (4,), 12, 1, FP64, "v", factors=(-0.5,)),
     Scatter((2, 8), (4, 6), 12, 1, FP64, "vv", "avg", factors=(2.0, -1.0)),
     Scatter((8,), (4, 6), 12, 0, BF16, sum_dtype=FP32, added=True, factors=(0.5, 0.5, -2.0)),
+    Scatter((8,), (4,), 12, 0, FP64, added=True, factors=(-2.0,)),
     Scatter((2, 3), (4, 6), 12, None, FP64, added=True, factors=(1.0, 0.5, 2.0)),
 ]
 
