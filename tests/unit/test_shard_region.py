@@ -445,6 +445,16 @@ def test_both_of_what_is_quantized_twice_are_memory_of_their_own() -> None:
     assert matrix.untyped_storage()._cdata != again.untyped_storage()._cdata
 
 
+def test_both_of_equal_scales_that_are_returned_are_memory_of_their_own() -> None:
+    b = GraphBuilder()
+    whole, (w, w_scale) = b.gather(b.input("x", [4, 32], torch.bfloat16)), weight(b)
+    (rows, scale), (_, again) = quantize(b, whole), quantize(b, whole)
+    graph = b.returns(b.scaled_mm(rows, w, scale, w_scale), scale, again)
+    assert fuse(graph).outcome == "FUSED"
+    _, one, other = (node.meta["val"] for node in graph.output_node().args[0])
+    assert one.untyped_storage()._cdata != other.untyped_storage()._cdata
+
+
 def test_a_gather_that_stays_is_what_others_take_their_maximum_of() -> None:
     """Without it, what another needs of all rows is found from the shards, beside the fused op."""
     for stays in (False, True):
