@@ -248,10 +248,16 @@ def written_after(b: GraphBuilder) -> Node:
     return rows(b, whole, 4, 8)
 
 
+def written_after_what_no_product_makes(b: GraphBuilder) -> Node:
+    whole = b.all_reduce(b.input("x", [8, 6]))
+    b.call(aten.copy_.default, b.input("y", [4]), b.input("z", [4]))
+    return rows(b, whole, 4, 8)
+
+
 LOOK_ALIKES = (
     *(of_another_rank, overlapping, shorter, of_columns, every_other_row, whole_used_too, other_part_used_too),
     *(turned_and_added, added_and_turned, added_by_columns, normalized, computed_and_used_whole, masked_by_chance),
-    *(by_storage, as_maximum, written_after),
+    *(by_storage, as_maximum, written_after, written_after_what_no_product_makes),
 )
 
 

@@ -122,6 +122,14 @@ return (reshape_2)
     )
 
 
+def test_slice_that_begins_before_the_first_row() -> None:
+    """As Python has it, it begins at the first one."""
+    b = GraphBuilder(ranks=2)
+    gathered, w = b.gather(b.input("x", [3, 4, 8])), b.input("w", [8, 16])
+    pieces = [b.call(aten.slice.Tensor, gathered, 0, *ends) for ends in ((-100, 3), (3, 100))]
+    assert outcomes(run_pass(b.returns(b.mm(b.reshape(b.cat(pieces, dim=1), [24, 8]), w)))) == ["F"]
+
+
 def test_gather_by_slice_and_cat() -> None:
     b = GraphBuilder(ranks=2)
     x, w = b.input("x", [3, 4, 8]), b.input("w", [8, 16])
