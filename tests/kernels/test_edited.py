@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -76,6 +77,11 @@ class Library:
         graph._obj.value = 50
 
     def _StreamGetCaptureInfo(self, stream: Any, status: Any, number: Any, graph: Any, nodes: Any, count: Any) -> None:
+        status._obj.value = 1
+        if number is not None:
+            number._obj.value = 7
+        if nodes is None:
+            return
         last = (ctypes.c_void_p * 1)(len(self.nodes))
         self._kept.append(last)
         nodes._obj.contents = last[0] and ctypes.c_void_p.from_buffer(last)
@@ -182,6 +188,17 @@ def at(*megabytes: int) -> tuple[int, ...]:
 
 def captured(library: Library, enqueue: Callable[[int], None]) -> edited.EditableGraph:
     return edited.capture(torch.device("cpu"), False, enqueue)
+
+
+def test_a_capture_is_known_whatever_its_nodes_are(library: Library) -> None:
+    """Nodes are not asked for: with programmatic edges that is an error. Nor is an error of the legacy stream one."""
+    asked: list[tuple[Any, ...]] = []
+    info = library._StreamGetCaptureInfo
+    with mock.patch.object(Library, "_StreamGetCaptureInfo", lambda self, *args: (asked.append(args), info(*args))[1]):
+        assert driver.capture_id(STREAM) == 7
+    assert asked[0][3:] == (None, None, None)
+    library.codes["cuStreamGetCaptureInfo_v2"] = 906  # CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+    assert driver.capture_id(STREAM) == 0
 
 
 def test_an_address_knows_what_it_is_of() -> None:

@@ -288,23 +288,25 @@ Noted = tuple[Any, Sequence[Any]]
 def _last_node(stream: int) -> ctypes.c_void_p:
     """The last node of a stream that is being captured."""
     nodes, count = ctypes.POINTER(_ref)(), _size()
-    _capture_info(stream, _u64(), _ref(), nodes, count)
+    _capture_info(stream, nodes=nodes, count=count)
     if count.value != 1:
         raise CudaError(f"{count.value} nodes are the last ones of a stream")
     return _ref(nodes[0])
 
 
-def _capture_info(stream: int, number: Any, graph: Any, nodes: Any, count: Any) -> bool:
-    """Whether a stream is being captured: then what is given gets the capture's number, graph and last nodes.
+def _capture_info(stream: int, number: Any = None, nodes: Any = None, count: Any = None) -> bool:
+    """Whether a stream is being captured: then what is given gets the capture's number, and its last nodes.
 
     Raises:
-        CudaError: This driver does not say.
+        CudaError: CUDA does not say. So it is of nodes with programmatic edges, if asked for `nodes`; and of the legacy
+            stream beside a capture.
     """
-    status, found = ctypes.c_int(), [ctypes.byref(each) for each in (number, graph, nodes, count)]
+    status = ctypes.c_int()
+    of_capture, last, size = (None if each is None else ctypes.byref(each) for each in (number, nodes, count))
     if hasattr(library(), "cuStreamGetCaptureInfo_v2"):
-        call("cuStreamGetCaptureInfo_v2", _ref(stream), ctypes.byref(status), *found)
+        call("cuStreamGetCaptureInfo_v2", _ref(stream), ctypes.byref(status), of_capture, None, last, size)
     else:  # which gives data of edges, too
-        call("cuStreamGetCaptureInfo_v3", _ref(stream), ctypes.byref(status), *found[:3], None, found[3])
+        call("cuStreamGetCaptureInfo_v3", _ref(stream), ctypes.byref(status), of_capture, None, last, None, size)
     return bool(status.value)
 
 
@@ -372,9 +374,12 @@ def _device(index: int) -> ctypes.c_int:
 
 
 def capture_id(stream: int) -> int:
-    """Which CUDA graph capture `stream` is part of; 0 for none."""
+    """Which CUDA graph capture `stream` is part of; 0 for none, as for the legacy stream, which no capture has."""
     number = _u64()
-    return number.value if _capture_info(stream, number, _ref(), ctypes.POINTER(_ref)(), _size()) else 0
+    try:
+        return number.value if _capture_info(stream, number) else 0
+    except CudaError:
+        return 0
 
 
 def exchange_capture_mode(mode: int) -> int:
