@@ -185,9 +185,13 @@ def torch_build(facts: Facts) -> Iterator[Finding]:
         yield Finding("torch build", "warn", "without CUDA, though there is an NVIDIA driver", remedy)
 
 
-def triton_version(facts: Facts) -> Iterator[Finding]:
-    """triton is there, new enough, and the kernels can be imported with it; beside the version of Python."""
+def python_version(facts: Facts) -> Iterator[Finding]:
+    """Which one: pip has checked that it is new enough."""
     yield Finding("python", "ok", _dotted(facts.python))
+
+
+def triton_version(facts: Facts) -> Iterator[Finding]:
+    """triton is there, new enough, and the kernels can be imported with it."""
     remedy = f"install triton {_dotted(OLDEST_TRITON)} or newer"
     if facts.triton is None:
         status: Status = "warn" if facts.gpus else "info"
@@ -464,6 +468,7 @@ CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     own_version,
     torch_version,
     torch_build,
+    python_version,
     triton_version,
     interpreter,
     driver_version,

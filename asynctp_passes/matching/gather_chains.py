@@ -1,4 +1,4 @@
-"""Chains of a gather: matmuls of which each rank can compute its rows of `a`, and what moves before the gather. Pure.
+"""Make the chains of a gather: the matmuls that a fused op takes in, and the ops that move before the gather. Pure.
 
     shard → all_gather → wait → {view, pointwise op, cast, amax of a row}* → matmul
 

@@ -255,8 +255,8 @@ def _causes(reports: list[Report]) -> list[str]:
     elif not opaque:
         causes.append(
             "No graph communicates: the hooks of parallelize_module do, outside of what is compiled; compile the model "
-            "or a module around the one with the hooks. Or the model was not parallelized, as where no key of the plan "
-            "matched a module, of which torch warns. Or graphs went to another backend of torch.compile"
+            "or a module around the one with the hooks. Or the model was not parallelized; torch warns where no key of "
+            "the plan matched a module. Or another backend of torch.compile has the graphs that communicate"
         )
     return causes
 

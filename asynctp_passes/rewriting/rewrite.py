@@ -91,7 +91,7 @@ def _replace_chain(state: RewriteState, chain: Chain, place: fx.Node, moves: Mov
 
 # --- checks: ranks on CPUs compare what they run, before a graph communicates in a group ----------------------------
 Checks = list[tuple[list[Collective], fx.Node]]
-"""The collectives of a group, each with the node or the mark in front of which its ranks compare."""
+"""By check: the collectives of a group, and the node before which its ranks compare what they run."""
 
 
 def _mark_run_checks(state: RewriteState) -> Checks:

@@ -2,8 +2,8 @@
 
     _foreach_abs([a, b]) → getitem, getitem     becomes     abs(a), abs(b)
 
-By its contract such an op does to each tensor what the single one does. Others stay, as an optimizer's, of which
-Inductor makes one kernel.
+By its contract such an op does to each tensor what the single one does. An optimizer's stay: Inductor makes one kernel
+of them.
 """
 
 from __future__ import annotations

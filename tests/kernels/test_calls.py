@@ -1,4 +1,4 @@
-"""What the kernels make of the arguments of a call: its plan's key, and the facts that decide how it is run."""
+"""From the arguments of a call come the key of its plan, and the facts that decide how it is run."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def ranks(*changes: dict[str, str]) -> list[RankFacts]:
 
 
 def outcome(found: list[RankFacts]) -> str:
-    """What `settle` gives, or raises."""
+    """The result of `settle`, or its error as a text."""
     try:
         return settle(found)
     except (ValueError, NotEnrolled) as error:

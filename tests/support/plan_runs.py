@@ -412,10 +412,7 @@ def arguments_of(call: GatherFacts | ReduceFacts, group: Any, world: int = WORLD
         del arguments["scatter_dim"]
     else:
         arguments["group_size"] = world
-    op = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "all_reduce": "matmul_all_reduce"}[
-        call.kind
-    ]
-    return calls.signature(op).named({**arguments, "group_name": group})
+    return calls.signature(OPS[call.kind]).named({**arguments, "group_name": group})
 
 
 def op(here: Machine, call: GatherFacts | ReduceFacts, check: Callable[[], None] = lambda: None) -> Any:

@@ -92,10 +92,10 @@ def _text(path: Path) -> str | None:
 
 
 def _checked(loaded: Any, implementations: Sequence[str]) -> Table:
-    """`loaded`, of which every name and number is one.
+    """Check the names and numbers of all entries, and give what was loaded.
 
     Raises:
-        ValueError: It is not so. The message names the entry.
+        ValueError: An entry is not valid. The message names it.
     """
     for gpu, problems in _entries(loaded, (), _is_name, f"the name of a GPU, of 1 to {LONGEST_NAME} characters"):
         for key, by_rows in _entries(problems, (gpu,), _is_key, KEY_FORM):

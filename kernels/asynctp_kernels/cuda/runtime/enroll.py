@@ -51,7 +51,7 @@ def rank_facts(index: int | None, *, with_table: bool = True) -> RankFacts:
     capability, processors, name = driver.machine(index)
     return {
         "host": host_name(),
-        "boot": boot_id(),  # which run of which machine that is
+        "boot": boot_id(),  # new with each start of a machine: two hosts may have one name
         "gpu": f"{name}, {processors} SMs, compute capability {'.'.join(map(str, capability))}",
         "sources": sources_digest(),
         "torch": torch.__version__,
